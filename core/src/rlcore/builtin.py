@@ -1,0 +1,1 @@
+"""What the core itself offers, registered like any plugin."""

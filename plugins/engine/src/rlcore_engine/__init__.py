@@ -1,0 +1,1 @@
+"""The embedded engine of rlcore: a small fast forward with a slot KV cache, in process or over HTTP."""

@@ -1,0 +1,1 @@
+"""What rlcore-engine offers; imports nothing heavy."""

@@ -1,0 +1,1 @@
+"""Advantages, corrections (every TIS variant), policy losses and aggregations for rlcore."""

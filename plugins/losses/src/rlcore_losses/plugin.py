@@ -1,0 +1,1 @@
+"""What rlcore-losses offers; imports nothing heavy."""

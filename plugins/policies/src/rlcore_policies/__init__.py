@@ -1,0 +1,1 @@
+"""Policy clients for rlcore: OpenAI-compatible endpoints and SGLang's native interface."""

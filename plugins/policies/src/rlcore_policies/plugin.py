@@ -1,0 +1,1 @@
+"""What rlcore-policies offers; imports nothing heavy."""

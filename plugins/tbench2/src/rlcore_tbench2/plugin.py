@@ -1,0 +1,1 @@
+"""What rlcore-tbench2 offers; imports nothing heavy."""

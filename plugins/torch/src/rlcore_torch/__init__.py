@@ -1,0 +1,1 @@
+"""The single-process trainer of rlcore (CPU or one GPU), with shared prefixes computed once."""

@@ -1,0 +1,1 @@
+"""What rlcore-torch offers; imports nothing heavy."""

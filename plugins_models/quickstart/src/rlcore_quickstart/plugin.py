@@ -1,0 +1,1 @@
+"""What rlcore-quickstart offers; imports nothing heavy."""

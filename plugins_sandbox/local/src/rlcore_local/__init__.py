@@ -1,0 +1,1 @@
+"""Local sandboxes for rlcore on bubblewrap."""

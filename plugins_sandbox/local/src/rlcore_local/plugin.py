@@ -1,0 +1,1 @@
+"""What rlcore-local offers; imports nothing heavy."""
