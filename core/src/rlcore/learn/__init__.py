@@ -1,0 +1,1 @@
+"""The consumer: from finished groups to packed batches and checkpoints."""

@@ -1,0 +1,1 @@
+"""The run directory: everything that a run leaves behind."""

@@ -1,0 +1,1 @@
+"""The producer: sessions, episodes, the scheduler and the buffer."""
