@@ -11,8 +11,8 @@ A plugin is a module behind an entry point of the group ``rlcore``::
     def rlcore_register_sandboxes(register):
         register("docker", "rlcore_docker.backend:DockerBackend")
 
-The ``rlcore_register_*`` hooks collect names: ``register(name, target)`` takes a lazy ``"package.module:Attr"`` string, so
-the module that holds them imports nothing heavy. Hooks offer and observe; they never compute. All are synchronous and
+The ``rlcore_register_*`` hooks collect names: ``register(name, target)`` takes a lazy ``"package.module:Attr"`` string,
+so the module that holds them imports nothing heavy. Hooks offer and observe; they never compute. All are synchronous and
 called outside hot loops; an observer that raises is switched off with one warning and never harms the run. What each
 offered class must be stands in ``protocols.py``; how this page may change, in ``CONTRIBUTING.md`` (``HOOK_API``).
 """

@@ -2,7 +2,8 @@
 
 ``Config`` is a pydantic model: the core validates the options of a section (``sandbox.memory_mb = 512``) against it
 before anything heavy is imported. So the module of an offered class imports nothing heavy at its top: torch, an SDK or
-transformers are imported where they are used. Facts of the run come later, as arguments (:class:`~rlcore.types.RunContext`).
+transformers are imported where they are used. Facts of the run come later, as arguments
+(:class:`~rlcore.types.RunContext`).
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class PolicyClient(Protocol):
 
     @property
     def renderer(self) -> Renderer | None:
-        """The renderer of a token-exact client; ``None``: the client takes messages and gives text (evaluation only)."""
+        """The renderer of a token-exact client; ``None``: it takes messages and gives text (evaluation only)."""
         ...
 
     async def complete(self, request: ModelRequest) -> Completion:
@@ -124,7 +125,7 @@ class PolicyClient(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """Serves a model and takes new weights. The order of an update is pause, update, flush, resume; the loop keeps it."""
+    """Serves a model and takes new weights. An update is pause, update, flush, resume: the loop keeps the order."""
 
     async def start(self, context: RunContext) -> None:
         """Load the model (version 0, or the version of the checkpoint that is resumed) and begin to serve."""
@@ -259,11 +260,14 @@ class Sandbox(Protocol):
         ...
 
     async def read_file(self, path: str, *, max_bytes: int = 16 * 1024 * 1024) -> bytes:
-        """The content. Raises ``FileNotFoundError``, ``IsADirectoryError``, ``PermissionError``, ``ValueError`` (too large)."""
+        """The content.
+
+        Raises ``FileNotFoundError``, ``IsADirectoryError``, ``PermissionError``, or ``ValueError`` if it is too large.
+        """
         ...
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write, creating parent folders. Raises ``IsADirectoryError``, ``PermissionError``, ``OSError`` (disk full)."""
+        """Write, creating parent folders. Raises ``IsADirectoryError``, ``PermissionError``, ``OSError`` (full)."""
         ...
 
     async def upload_dir(self, source: Path, target: str) -> None:
@@ -345,10 +349,10 @@ class Correction(Protocol):
     """What is done about the gap between trainer and engine log-probs. Every TIS variant is one."""
 
     logprobs: Literal["old", "current"]
-    """Which trainer log-probs it compares with ``rollout_logprobs``: ``old_logprobs``, or the current ones, detached."""
+    """What it compares with ``rollout_logprobs``: ``old_logprobs``, or the trainer's current ones, detached."""
 
     def __call__(self, trainer_logprobs: Array, batch: MicroBatch) -> Corrected:
-        """``trainer_logprobs [T]`` float32 without gradient; reads rollout log-probs, advantages, mask and boundaries."""
+        """``trainer_logprobs [T]`` float32 without gradient; reads the batch's log-probs, advantages and boundaries."""
         ...
 
 
@@ -376,8 +380,8 @@ class Loss(Protocol):
     """The policy objective: terms per token, times the correction's and the aggregation's weights, summed."""
 
     needs_old_logprobs: bool
-    """Whether ``batch.old_logprobs`` must be there. If false and they are ``None``, the ratio is to the detached current
-    log-probs (one step per batch: the gradient is that of ratio 1) or as the loss documents."""
+    """Whether ``batch.old_logprobs`` must be there. If false and they are ``None``, the ratio is to the current
+    log-probs, detached (one step per batch: the gradient is that of ratio 1), or as the loss documents."""
 
     def __call__(self, logprobs: Array, batch: MicroBatch, corrected: Corrected, token_weights: Array) -> LossOutput:
         """``logprobs [T]`` current, with gradient; ``token_weights [T]`` from the aggregation.
@@ -486,4 +490,3 @@ class Tracker(Protocol):
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The run ended."""
         ...
-

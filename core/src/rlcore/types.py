@@ -116,7 +116,7 @@ class Task:
 
     Attributes:
         id: unique in its task set.
-        messages: the conversation so far (system prompt, examples, instruction); agent loops may put their own in front.
+        messages: the conversation so far (examples, instruction); agent loops may put their own in front.
         sandbox: the sandbox it needs, or ``None`` for a task without one.
         data: what the agent loop and the grader of this kind of task need (a folder, an answer); opaque to the core.
         metadata: free form: kind, difficulty, category; for reports.
@@ -290,7 +290,7 @@ class AgentResult:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a grader returns. ``reward`` is finite; no verdict is an exception (``VerifierUnavailable``), not a value."""
+    """What a grader returns. ``reward`` is finite; no verdict is an exception (``VerifierUnavailable``)."""
 
     reward: float
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -448,10 +448,12 @@ class Batch:
     Attributes:
         samples: the rows, in packing order.
         policy_version: version of the weights that are about to be trained.
+        temperature: what the rows were sampled with; the trainer's log-probs are of the same distribution.
     """
 
     samples: list[Sample]
     policy_version: int
+    temperature: float = 1.0
 
     @property
     def tokens(self) -> int:

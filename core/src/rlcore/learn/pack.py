@@ -43,7 +43,7 @@ def pack(batch: Batch, indices: Sequence[int] | None = None) -> MicroBatch:
     rows: list[Sample] = [batch.samples[i] for i in (range(len(batch.samples)) if indices is None else indices)]
 
     def joined(name: str, dtype: type) -> np.ndarray:
-        parts = [np.asarray(getattr(row, name), dtype=dtype) for row in rows]
+        parts: list[np.ndarray] = [np.asarray(getattr(row, name), dtype=dtype) for row in rows]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
     return MicroBatch(

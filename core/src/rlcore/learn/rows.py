@@ -1,7 +1,7 @@
 """From an attempt to the rows that are trained.
 
-A row is a sequence of tokens in which every trained token was sampled after exactly the tokens before it. The rows follow
-from the turns alone: a turn whose prompt begins with the previous prompt and completion continues the row, any other
+A row is a sequence of tokens in which every trained token was sampled after exactly the tokens before it. The rows
+follow from the turns alone: a turn whose prompt begins with the previous prompt and completion continues the row, any other
 begins a new one.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 from rlcore.types import Batch, Group, Sample, Trajectory
 
@@ -87,19 +86,21 @@ def _versions(count: int, newest: int, oldest: int | None) -> list[int]:
     return [newest if oldest is None else oldest] * count
 
 
-def batch_of(groups: Sequence[Group], advantages: Mapping[str, float | Sequence[float]], policy_version: int) -> Batch:
+def batch_of(
+    groups: Sequence[Group],
+    advantages: Mapping[str, float | Sequence[float]],
+    policy_version: int,
+    temperature: float = 1.0,
+) -> Batch:
     """The rows of every attempt that has an advantage, in the order of the groups."""
-    samples = [
-        row
-        for group in groups
-        for trajectory in group.trajectories
-        if trajectory.id in advantages and trajectory.reward is not None
-        for row in rows_of(trajectory, advantages[trajectory.id])
-    ]
-    for sample in samples:
-        for before, after in pairwise(sample.versions):
-            if before > after >= 0:
-                raise ValueError(
-                    f"trajectory {sample.trajectory_id}: policy version went back from {before} to {after}"
-                )
-    return Batch(samples=samples, policy_version=policy_version)
+    return Batch(
+        samples=[
+            row
+            for group in groups
+            for trajectory in group.trajectories
+            if trajectory.id in advantages and trajectory.reward is not None
+            for row in rows_of(trajectory, advantages[trajectory.id])
+        ],
+        policy_version=policy_version,
+        temperature=temperature,
+    )
