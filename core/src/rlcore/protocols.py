@@ -56,6 +56,7 @@ __all__ = [
     "Sandbox",
     "SandboxBackend",
     "Session",
+    "StepResult",
     "Taskset",
     "Tracker",
     "Trainer",
@@ -402,6 +403,20 @@ class Objective(NamedTuple):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+class StepResult(NamedTuple):
+    """What one optimizer step was.
+
+    Attributes:
+        metrics: ``loss``, ``grad_norm``, ``k3``, ``clip_fraction``, ``ess``, …; a missing measurement is missing.
+        logprobs: per sample ``[T]`` current log-probs as this step saw them before its update, NaN outside the mask.
+        old_logprobs: per sample ``[T]`` log-probs before the first update of this batch, or ``None`` if nobody asked.
+    """
+
+    metrics: Mapping[str, float]
+    logprobs: Sequence[Sequence[float]]
+    old_logprobs: Sequence[Sequence[float]] | None = None
+
+
 @runtime_checkable
 class Trainer(Protocol):
     """Holds the weights and takes optimizer steps. The loop alone calls it, one call at a time."""
@@ -410,11 +425,10 @@ class Trainer(Protocol):
         """Load the model. Heavy work runs beside the event loop (a thread, an actor), never in it."""
         ...
 
-    async def step(self, batch: Batch, objective: Objective) -> Mapping[str, float]:
+    async def step(self, batch: Batch, objective: Objective) -> StepResult:
         """One optimizer step: log-probs, correction, loss sums, one global denominator, clipping, update.
 
-        Returns the step's metrics: ``loss``, ``grad_norm``, ``k3``, ``clip_fraction``, ``ess``, … Raises ``RunFailed``
-        for non-finite gradients after leaving the weights as they were.
+        A gradient that is not finite leaves the weights as they were and sets the metric ``nonfinite`` to 1.
         """
         ...
 
