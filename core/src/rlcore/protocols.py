@@ -352,6 +352,10 @@ class Correction(Protocol):
     logprobs: Literal["old", "current"]
     """What it compares with ``rollout_logprobs``: ``old_logprobs``, or the trainer's current ones, detached."""
 
+    unit: Literal["token", "row", "group", "batch"]
+    """What must lie whole in one call for the result to be right (``batch``: every row of the step). A caller that has
+    ``old_logprobs`` of the whole step may call it once over all rows and slice the result."""
+
     def __call__(self, trainer_logprobs: Array, batch: MicroBatch) -> Corrected:
         """``trainer_logprobs [T]`` float32 without gradient; reads the batch's log-probs, advantages and boundaries."""
         ...
