@@ -1,4 +1,4 @@
-"""The kinds of bundled tasks: what is asked, what lies in the folder, a right and a wrong solution, the right result."""
+"""The kinds of bundled tasks: what is asked, what is there before, right and wrong commands, the right result."""
 
 from __future__ import annotations
 

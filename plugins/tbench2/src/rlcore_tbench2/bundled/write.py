@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rlcore.errors import ConfigError
+
 from rlcore_tbench2.bundled.kinds import KINDS, TRAINED, Instance, Kind, Words
 from rlcore_tbench2.bundled.words import POOLS
 
