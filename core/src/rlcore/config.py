@@ -36,7 +36,7 @@ class RunSection(Section):
     checkpoint_every: int = Field(10, ge=0, description="steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = Field(2, ge=1, description="complete checkpoints that are kept")
     max_empty_steps: int = Field(10, ge=1, description="the run fails after so many steps in a row with nothing to train")
-    stop_at_success: float | None = Field(None, description="end early when the moving mean of success reaches this")
+    stop_at_reward: float | None = Field(None, description="end early when the mean reward of five steps reaches this")
 
 
 class ModelSection(Section):
@@ -55,7 +55,7 @@ class RolloutSection(Section):
     max_age: int = Field(0, ge=0, description="largest difference of policy versions that is trained; 0: synchronous")
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
-    group_retries: int = Field(1, ge=0, description="times that a group which lost attempts to the infrastructure is made again")
+    attempt_retries: int = Field(1, ge=0, description="times that an attempt which the infrastructure ended is made again")
     min_group: int = Field(2, ge=1, description="attempts with a verdict that a group needs to be trained")
 
 
