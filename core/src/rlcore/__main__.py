@@ -1,0 +1,5 @@
+"""``python -m rlcore``."""
+
+from rlcore.cli import main
+
+main()
