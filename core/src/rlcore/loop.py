@@ -107,9 +107,12 @@ async def train(
     except asyncio.CancelledError:
         run.end = "interrupted"
         raise
-    except Exception as error:
-        run.end = f"failed: {_first(error)}"
-        raise _first(error)
+    except Exception as error:  # noqa: BLE001 - every failure is written into the summary, then raised
+        failure = _first(error)
+        run.end = f"failed: {failure}"
+        if failure is error:
+            raise
+        raise failure from error
     finally:
         run.finish()
     return run.summary()

@@ -1,0 +1,13 @@
+#!/bin/sh
+# Install the system packages that local sandboxes need, where that is possible; say the one command where it is not.
+set -eu
+missing=""
+command -v bwrap >/dev/null 2>&1 || missing="$missing bubblewrap"
+[ -z "$missing" ] && exit 0
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+    # shellcheck disable=SC2086
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing; } >/dev/null
+else
+    echo "missing:$missing; install with: sudo apt-get install$missing" >&2
+    exit 1
+fi
