@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.errors import ConfigError
-from rlcore.record.jsonl import JsonlWriter, to_json
+from rlcore.record.jsonl import JsonlWriter, plain
 from rlcore.types import Group, Sample, Trajectory
 
 __all__ = ["RunDirectory"]
@@ -59,7 +59,7 @@ class RunDirectory:
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One line of ``metrics.jsonl``; missing measurements are left out."""
         present = {key: value for key, value in metrics.items() if value is not None}
-        self._metrics.write({"step": step, "time": time.time(), **present})
+        self._metrics.write({"step": step, "time": time.time(), **present}, flush=True)
 
     def attempt(self, trajectory: Trajectory) -> None:
         """The one terminal record of an attempt."""
@@ -80,7 +80,7 @@ class RunDirectory:
 
     def alarm(self, alarm: Mapping[str, Any]) -> None:
         """One line of ``alarms.jsonl``."""
-        self._alarms.write({"time": time.time(), **alarm})
+        self._alarms.write({"time": time.time(), **alarm}, flush=True)
 
     def samples(
         self,
@@ -136,7 +136,7 @@ class RunDirectory:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Replace a JSON file as a whole: a reader sees the old or the new one."""
     part = path.with_name(path.name + ".part")
-    part.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
+    part.write_text(json.dumps(plain(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(part, path)
 
 
