@@ -10,9 +10,3 @@ def rlcore_register_trackers(register: Register) -> None:
     """TensorBoard and Weights & Biases."""
     register("tensorboard", "rlcore.record.tensorboard:TensorBoard")
     register("wandb", "rlcore.record.wandb:WandB")
-
-
-@hookimpl
-def rlcore_register_launchers(register: Register) -> None:
-    """Here, in this process."""
-    register("inline", "rlcore.cli.train:InlineLauncher")

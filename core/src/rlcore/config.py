@@ -98,5 +98,5 @@ class RunConfig(Section):
     budget: BudgetSection = BudgetSection()
     eval: EvalSection = EvalSection()
     trackers: tuple[Offered, ...] = ()
-    launcher: Offered = Offered(name="inline")
+    launcher: Offered | None = None
     recipe: dict[str, Any] = Field(default_factory=dict, description="options of the recipe itself")
