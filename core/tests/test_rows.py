@@ -66,7 +66,11 @@ def test_advantages_may_differ_by_turn() -> None:
         (trajectory([turn([1], [2])], reward=None), 1.0, "no verdict"),
         (trajectory([turn([1], [2])]), [1.0, 2.0], "2 advantages for 1 turns"),
         (trajectory([turn([1], [2])]), math.nan, "not finite"),
-        (trajectory([Turn((1,), Completion((2, 3), (-0.1,), FinishReason.STOP))]), 1.0, "turn 0: 2 ids but 1 log-probs"),
+        (
+            trajectory([Turn((1,), Completion((2, 3), (-0.1,), FinishReason.STOP))]),
+            1.0,
+            "turn 0: 2 ids but 1 log-probs",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused(attempt: Trajectory, advantage: float, message: str) -> None:

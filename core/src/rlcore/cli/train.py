@@ -1,0 +1,149 @@
+"""``rlcore train``: check, prepare, run, and say what it came to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import strftime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlcore.cli._run_options import ConfigFile, RecipeName, Resolved, Sets, resolve_run, resolve_saved
+from rlcore.errors import ConfigError
+from rlcore.types import Problem
+
+if TYPE_CHECKING:
+    from rlcore.plugins import Plugins
+
+__all__ = ["train"]
+
+
+def train(
+    context: typer.Context,
+    recipe: RecipeName = None,
+    config: ConfigFile = None,
+    sets: Sets = (),
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with this run directory from its last complete checkpoint.")
+    ] = None,
+    preflight: Annotated[bool, typer.Option("--preflight", help="Only check that the run can start.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary (or the problems) as JSON.")] = False,
+) -> int:
+    """Train a model as a recipe says.
+
+    Options of the recipe itself may be given directly: `--model tiny` is `--set recipe.model=tiny`.
+    """
+    plugins: Plugins = context.obj.plugins
+    if resume is not None:
+        resolved = resolve_saved(context, resume, sets)
+    else:
+        resolved = resolve_run(context, recipe, config, sets)
+    problems = _problems(plugins, resolved)
+    if preflight or any(problem.fatal for problem in problems):
+        return _report_problems(problems, as_json)
+    for problem in problems:
+        print(f"warning: {problem.message}; {problem.remedy}", file=sys.stderr)
+    if resolved.recipe is not None:
+        resolved.recipe.prepare(resolved.config)
+    plugins.configure(resolved.config)
+    return _run(plugins, resolved, resume, as_json)
+
+
+def _problems(plugins: Plugins, resolved: Resolved) -> list[Problem]:
+    found = list(resolved.recipe.preflight(resolved.config)) if resolved.recipe is not None else []
+    return found + plugins.preflight(resolved.config)
+
+
+def _report_problems(problems: Sequence[Problem], as_json: bool) -> int:
+    if as_json:
+        print(
+            json.dumps(
+                [{k: getattr(p, k) for k in ("check", "message", "remedy", "fatal")} for p in problems], indent=2
+            )
+        )
+    else:
+        for p in problems:
+            print(f"{'problem' if p.fatal else 'warning'} [{p.check}]: {p.message}\n  what to do: {p.remedy}")
+        if not problems:
+            print("preflight: nothing found that would stop this run")
+    return 2 if any(problem.fatal for problem in problems) else 0
+
+
+def _run(plugins: Plugins, resolved: Resolved, resume: Path | None, as_json: bool) -> int:
+    from rlcore.cli._progress import progress
+    from rlcore.record.directory import RunDirectory
+    from rlcore.record.manifest import manifest
+
+    config = resolved.config
+    if resume is not None:
+        directory = RunDirectory.reopen(resume)
+    else:
+        name = config.run.id or f"{resolved.name or 'run'}-{strftime('%Y%m%d-%H%M%S')}"
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise ConfigError(f"run.id: {name!r} is not a plain directory name")
+        path = Path(config.run.dir) / name
+        directory = RunDirectory.create(
+            path, manifest(resolved.name, config.model_dump(mode="json"), plugins.provenance())
+        )
+    with progress(config.run.steps, quiet=as_json) as display:
+        status, summary = asyncio.run(_train(plugins, resolved, directory, display, resume is not None))
+    _report(directory.path, summary, as_json)
+    return status
+
+
+async def _train(
+    plugins: Plugins, resolved: Resolved, directory: Any, display: Any, resume: bool
+) -> tuple[int, dict[str, Any]]:
+    """Run until the end or a signal; SIGTERM and Ctrl-C end it the same way."""
+    from rlcore.loop import train as train_loop
+    from rlcore.record.directory import read_json
+
+    run = asyncio.ensure_future(train_loop(resolved.config, plugins, directory, display, resume=resume))
+    received: list[int] = []
+
+    def stop(number: int) -> None:
+        received.append(number)
+        run.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return 0, await run
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        return 128 + received[0], read_json(directory.path / "summary.json")
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _report(path: Path, summary: Mapping[str, Any], as_json: bool) -> None:
+    """The summary for a person (or a program), and the picture."""
+    from rlcore.record.picture import reward_png, sparkline
+
+    drawn = reward_png(path / "reward.png", summary)
+    if as_json:
+        print(json.dumps(summary, indent=2))
+        return
+    print(f"\nrun {summary['run']}: {summary['end']} after {summary['steps']} steps")
+    if summary["steps"]:
+        print(f"  reward      {sparkline(summary['reward_by_step'])}")
+        print(f"  training    {summary['seconds']:.0f} s, {summary['seconds_per_step']:.2f} s per step")
+    for when in ("before", "after"):
+        found = summary[f"heldout_{when}"]
+        if found and found["success"] is not None:
+            low, high = found["interval"]
+            print(f"  held-out    {found['success']:.3f} [{low:.3f}, {high:.3f}] {when}, {found['attempts']} attempts")
+    print(f"  memory      {summary['peak_rss_gib']:.1f} GiB at most, all processes")
+    if drawn:
+        print(f"  picture     {path / 'reward.png'}")
+    print(f"  everything  {path}")
+    if summary["end"] != "finished":
+        print(f"  to go on    rlcore train --resume {path}")
