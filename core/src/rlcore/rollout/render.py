@@ -273,4 +273,10 @@ def _end_of_prefix(prefix: Sequence[_Part], whole: Sequence[_Part]) -> tuple[int
         if unit != wanted:
             return None
         end = (index, offset)
+    index, offset = end
+    if prefix and isinstance(last := prefix[-1], str) and index < len(whole) and isinstance(here := whole[index], str):
+        # nothing but white space was sampled: the white space that ends the prompt is not to come again
+        trailing = last[len(last.rstrip()) :]
+        if trailing and here.startswith(trailing, offset):
+            return index, offset + len(trailing)
     return end
