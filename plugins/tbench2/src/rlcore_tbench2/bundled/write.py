@@ -19,7 +19,7 @@ from rlcore_tbench2.bundled.words import POOLS
 
 __all__ = ["write_tasks"]
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the same arguments would give other folders, so that old sets on disk are written again."""
 
 MANIFEST = "bundled.json"
@@ -146,7 +146,7 @@ def _instances(
 def _write_task(folder: Path, kind: Kind, split: str, instance: Instance, shown: Sequence[Instance]) -> None:
     files = {
         "task.toml": _task_toml(kind, split, instance, shown),
-        "instruction.md": instance.instruction + "\n",
+        "instruction.md": instance.instruction,
         "environment/Dockerfile": _dockerfile(instance),
         "solution/solve.sh": _script(command for command, _ in instance.steps),
         "solution/wrong.sh": _script([instance.wrong]),
