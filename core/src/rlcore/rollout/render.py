@@ -16,7 +16,10 @@ from typing import Any, Protocol, TypeAlias
 from rlcore.errors import ConfigError
 from rlcore.types import Completion, Message
 
-__all__ = ["ChatRenderer", "Piece", "Tokenizer", "scrub"]
+__all__ = ["REASONING", "ChatRenderer", "Piece", "Tokenizer", "scrub", "visible"]
+
+REASONING = ("<think>", "</think>")
+"""The markers around a policy's thinking."""
 
 Piece: TypeAlias = str | int
 """Plain text, or the id of a control token."""
@@ -73,7 +76,7 @@ class ChatRenderer:
     """
 
     tokenizer: Tokenizer
-    reasoning: tuple[str, str] = ("<think>", "</think>")
+    reasoning: tuple[str, str] = REASONING
     end_ids: frozenset[int] = field(init=False)
     """Ids that end a turn; an engine stops at them and :meth:`decode` leaves them out."""
     _nonce: str = field(init=False)
@@ -234,6 +237,12 @@ class ChatRenderer:
         behind = parts[next(n for n, p in enumerate(parts) if isinstance(p, _Content) and p.key == "c1p0") + 1 :]
         first = next((part for part in behind if not isinstance(part, str) or part.strip()), None)
         return frozenset([first]) if isinstance(first, int) else frozenset()
+
+
+def visible(text: str) -> str:
+    """What the policy said, without its thinking: a command that it only considers is not to be executed."""
+    _, closed, said = text.rpartition(REASONING[1])
+    return said.lstrip("\n") if closed else text
 
 
 def scrub(text: str) -> str:
