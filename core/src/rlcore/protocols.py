@@ -386,7 +386,10 @@ class Loss(Protocol):
 
     needs_old_logprobs: bool
     """Whether ``batch.old_logprobs`` must be there. If false and they are ``None``, the ratio is to the current
-    log-probs, detached (one step per batch: the gradient is that of ratio 1), or as the loss documents."""
+    log-probs, detached (one step per batch: the gradient is that of ratio 1), or as the loss documents.
+
+    Two more may be there, false if they are not: ``needs_ref_logprobs`` and ``needs_entropies``, for the fields of the
+    micro-batch of that name; a trainer that cannot give them refuses the loss."""
 
     def __call__(self, logprobs: Array, batch: MicroBatch, corrected: Corrected, token_weights: Array) -> LossOutput:
         """``logprobs [T]`` current, with gradient; ``token_weights [T]`` from the aggregation.

@@ -417,6 +417,9 @@ class MicroBatch:
         row_trajectories: ``[N]`` int32: number of the row's trajectory in the batch.
         policy_version: version of the weights that are about to be trained; a gap is this minus ``versions``.
         old_logprobs: ``[T]`` float32 trainer log-probs before the step, or ``None`` if nobody asked for them.
+        ref_logprobs: ``[T]`` float32 log-probs of a frozen reference policy, or ``None`` if there is none.
+        entropies: ``[T]`` float32 entropies of the current distributions, with gradient, or ``None``: only for a loss
+            with ``needs_entropies``.
     """
 
     token_ids: Array
@@ -430,6 +433,8 @@ class MicroBatch:
     row_trajectories: Array
     policy_version: int = 0
     old_logprobs: Array | None = None
+    ref_logprobs: Array | None = None
+    entropies: Array | None = None
 
     def map(self, convert: Callable[[Array], Array]) -> MicroBatch:
         """A copy with ``convert`` applied to every array that is there (``torch.from_numpy``, ``.to(device)``)."""
