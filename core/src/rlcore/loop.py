@@ -294,7 +294,7 @@ class _Run:
             metrics["skipped"] = 1
             state.empty += 1
         synced = monotonic()
-        metrics |= await self._zombies(parts)
+        metrics |= await self._requests(parts)
         state.step = step
         state.seconds += synced - started
         state.rewards.append(metrics["reward"])
@@ -332,14 +332,12 @@ class _Run:
                 {"kind": "nonfinite", "step": step, "metrics": bad, "message": f"step {step}: not finite: {bad}"}
             )
 
-    async def _zombies(self, parts: _Parts) -> dict[str, Any]:
-        running = await parts.policy.running()
-        zombies = parts.ledger.reconcile(running) if running is not None else ()
+    async def _requests(self, parts: _Parts) -> dict[str, int]:
+        """The request ledger's figures, after ending what the engine still works on for nobody."""
+        zombies = await parts.ledger.sweep(parts.policy)
         if zombies:
-            self._alarm(
-                {"kind": "zombie_requests", "requests": sorted(zombies), "message": f"{len(zombies)} zombie requests"}
-            )
-        return {"zombie_requests": len(zombies)} if running is not None else {}
+            self._alarm({"kind": "zombie_requests", "requests": sorted(zombies), "message": f"{len(zombies)} zombies"})
+        return parts.ledger.metrics()
 
     def _good_enough(self, window: int = 5) -> bool:
         """Whether the moving mean of the reward has reached ``run.stop_at_reward``."""
