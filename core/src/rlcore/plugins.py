@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rlcore.config import RunConfig
     from rlcore.types import Problem
 
-__all__ = ["KINDS", "Offer", "Plugin", "Plugins", "canonical", "load_plugins", "nearest"]
+__all__ = ["KINDS", "Offer", "Plugin", "Plugins", "canonical", "load_plugins", "nearest", "reason"]
 
 GROUP = "rlcore"
 
@@ -253,7 +253,7 @@ class Plugins:
         try:
             loaded = _import(offer.target)
         except (Exception, SystemExit) as error:
-            raise PluginError(f"{offer}: cannot load {offer.target!r}: {_reason(error)}") from error
+            raise PluginError(f"{offer}: cannot load {offer.target!r}: {reason(error)}") from error
         if not callable(loaded):
             raise PluginError(f"{offer}: {offer.target!r} is a {type(loaded).__name__}, not a class")
         return loaded
@@ -306,7 +306,7 @@ class Plugins:
                 _call(implementation, arguments)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - an observer never harms the run
                 self._muted.add(plugin)
-                self._warn(f"observer {plugin!r} is switched off: it failed in {hook}: {_reason(error)}")
+                self._warn(f"observer {plugin!r} is switched off: it failed in {hook}: {reason(error)}")
 
     def configure(self, config: RunConfig) -> None:
         """Tell every plugin the resolved configuration, also those that are registered later.
@@ -340,7 +340,7 @@ class Plugins:
             try:
                 _call(implementation, {"group": group})
             except (Exception, SystemExit) as error:  # noqa: BLE001 - a broken command must not break the others
-                self._warn(f"the commands of plugin {implementation.plugin_name!r} are missing: {_reason(error)}")
+                self._warn(f"the commands of plugin {implementation.plugin_name!r} are missing: {reason(error)}")
 
     def _implementations(self, hook: str) -> Iterator[pluggy.HookImpl]:
         """Implementations in pluggy's order: the last registered first."""
@@ -354,9 +354,7 @@ class Plugins:
             raise
         except (Exception, SystemExit) as error:
             name = implementation.plugin_name
-            raise PluginError(
-                f"plugin {name} failed in {implementation.function.__name__}: {_reason(error)}"
-            ) from error
+            raise PluginError(f"plugin {name} failed in {implementation.function.__name__}: {reason(error)}") from error
 
     # --- registration
 
@@ -384,7 +382,7 @@ class Plugins:
             if self._manager.has_plugin(name):
                 self._manager.unregister(name=name)
             plugin.offers = plugin.hooks = ()
-            plugin.status, plugin.reason, plugin.cause = "broken", _reason(error), error
+            plugin.status, plugin.reason, plugin.cause = "broken", reason(error), error
             raise PluginError(f"plugin {plugin} is broken: {plugin.reason}") from error
         for offer in plugin.offers:
             self._by_name.setdefault((offer.kind, _key(offer.name)), []).append(offer)
@@ -567,8 +565,8 @@ def _origin(plugin: str, distribution: str, version: str) -> str:
     return f"{plugin} ({distribution} {version})" if distribution else plugin
 
 
-def _reason(error: BaseException) -> str:
-    """One line."""
+def reason(error: BaseException) -> str:
+    """What was raised, in one line."""
     text = " ".join(str(error).split())
     if isinstance(error, (RlcoreError, pluggy.PluginValidationError)) and text:
         return text

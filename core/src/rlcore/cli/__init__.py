@@ -28,10 +28,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """The core's own commands: where each one is, and its line in ``rlcore --help``.
 
-A target is a function (one command; its parameters are declared as typer wants them) or a ``typer.Typer`` made by
-:func:`rlcore.cli.app.command_group` (a command with subcommands). It is imported when the command is used, not for
-``--help``; plugins add theirs with ``group.lazy(name, target, help)`` in ``rlcore_add_commands``. A command gets the
-plugins of the process as ``context.obj.plugins`` (:class:`Globals`) and may return its exit status.
+A target is a function (one command; its parameters are declared as typer wants them; with one called ``recipe`` it takes
+the recipe's own options too) or a ``typer.Typer`` made by :func:`rlcore.cli.app.command_group` (a command with
+subcommands). It is imported when the command is used, not for ``--help``; plugins add theirs with
+``group.lazy(name, target, help)`` in ``rlcore_add_commands``. A command gets the plugins of the process as
+``context.obj.plugins`` (:class:`Globals`) and may return its exit status.
 """
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from rlcore import __version__
 from rlcore.cli import COMMANDS
@@ -100,12 +101,21 @@ def _load(name: str, target: str, line: str) -> Any:
     loaded = getattr(importlib.import_module(module), attribute)
     if not isinstance(loaded, typer.Typer):
         single = typer.Typer(rich_markup_mode=None, add_completion=False)
-        single.command(name, epilog=EVERYWHERE)(loaded)
+        single.command(name, cls=_class_of(loaded), epilog=EVERYWHERE)(loaded)
         loaded = single
     command: Any = typer.main.get_command(loaded)
     command.name = name
     command.help = command.help or line
     return command
+
+
+def _class_of(function: Any) -> type[TyperCommand]:
+    """A command that takes a recipe takes the recipe's own options too."""
+    if "recipe" not in inspect.signature(function).parameters:
+        return TyperCommand
+    from rlcore.cli._run_options import RunCommand
+
+    return RunCommand
 
 
 def _print_version(value: bool) -> None:

@@ -13,36 +13,47 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlcore.cli._run_options import ConfigFile, RecipeName, Resolved, Sets, resolve_run, resolve_saved
+from rlcore.cli._run_options import ConfigOption, RecipeArgument, SetOption, resolve_run
 from rlcore.errors import ConfigError
 from rlcore.types import Problem
 
 if TYPE_CHECKING:
     from rlcore.plugins import Plugins
+    from rlcore.resolve import Resolved
 
 __all__ = ["train"]
 
 
 def train(
     context: typer.Context,
-    recipe: RecipeName = None,
-    config: ConfigFile = None,
-    sets: Sets = (),
-    resume: Annotated[
-        Path | None, typer.Option(help="Go on with this run directory from its last complete checkpoint.")
+    recipe: RecipeArgument = None,
+    config: ConfigOption = None,
+    sets: SetOption = None,
+    model: Annotated[
+        str | None, typer.Option(help="Short for --set recipe.model=NAME: which model of the recipe.")
     ] = None,
-    preflight: Annotated[bool, typer.Option("--preflight", help="Only check that the run can start.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Short for --set recipe.full=true: the long evaluation.")
+    ] = False,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Go on with a run directory from its last complete checkpoint.")
+    ] = None,
+    preflight: Annotated[bool, typer.Option("--preflight", help="Only check whether the run can start.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary (or the problems) as JSON.")] = False,
 ) -> int:
-    """Train a model as a recipe says.
-
-    Options of the recipe itself may be given directly: `--model tiny` is `--set recipe.model=tiny`.
-    """
+    """Train a model as a recipe says."""
     plugins: Plugins = context.obj.plugins
-    if resume is not None:
-        resolved = resolve_saved(context, resume, sets)
-    else:
+    sets = [
+        *([f"recipe.model={model}"] if model is not None else []),
+        *(["recipe.full=true"] if full else []),
+        *(sets or []),
+    ]
+    if resume is None:
         resolved = resolve_run(context, recipe, config, sets)
+    elif recipe or config:
+        raise ConfigError("--resume takes the run's own recipe and configuration: leave out the recipe and --config")
+    else:
+        resolved = _resolve_saved(plugins, resume, sets)
     problems = _problems(plugins, resolved)
     if preflight or any(problem.fatal for problem in problems):
         return _report_problems(problems, as_json)
@@ -50,8 +61,18 @@ def train(
         print(f"warning: {problem.message}; {problem.remedy}", file=sys.stderr)
     if resolved.recipe is not None:
         resolved.recipe.prepare(resolved.config)
-    plugins.configure(resolved.config)
     return _run(plugins, resolved, resume, as_json)
+
+
+def _resolve_saved(plugins: Plugins, path: Path, sets: Sequence[str]) -> Resolved:
+    """The configuration in a run's manifest, with ``--set`` over it."""
+    from rlcore.record.directory import RunDirectory
+    from rlcore.resolve import Layer, resolve, set_layer
+
+    source = f"manifest of {path}"
+    resolved = resolve(plugins, [Layer(source, RunDirectory.manifest_of(path)["config"]), set_layer(sets)])
+    plugins.configure(resolved.config)
+    return resolved
 
 
 def _problems(plugins: Plugins, resolved: Resolved) -> list[Problem]:
@@ -83,13 +104,12 @@ def _run(plugins: Plugins, resolved: Resolved, resume: Path | None, as_json: boo
     if resume is not None:
         directory = RunDirectory.reopen(resume)
     else:
-        name = config.run.id or f"{resolved.name or 'run'}-{strftime('%Y%m%d-%H%M%S')}"
+        recipe = config.recipe.name if config.recipe is not None else None
+        name = config.run.id or f"{recipe or 'run'}-{strftime('%Y%m%d-%H%M%S')}"
         if Path(name).name != name or name in ("", ".", ".."):
             raise ConfigError(f"run.id: {name!r} is not a plain directory name")
         path = Path(config.run.dir) / name
-        directory = RunDirectory.create(
-            path, manifest(resolved.name, config.model_dump(mode="json"), plugins.provenance())
-        )
+        directory = RunDirectory.create(path, manifest(recipe, config.model_dump(mode="json"), plugins.provenance()))
     with progress(config.run.steps, quiet=as_json) as display:
         status, summary = asyncio.run(_train(plugins, resolved, directory, display, resume is not None))
     _report(directory.path, summary, as_json)
