@@ -46,7 +46,7 @@ def test_what_is_not_a_run_directory_cannot_be_resumed(tmp_path: Path) -> None:
 
 
 def test_the_manifest_says_how_to_make_the_run_again(directory: RunDirectory) -> None:
-    said = directory.manifest
+    said = RunDirectory.manifest_of(directory.path)
     assert said["config"] == {"run": {"seed": 1}}
     assert said["plugins"]["hash"] == "abc"
     assert said["packages"]["pydantic"]

@@ -186,11 +186,15 @@ class Session(Protocol):
 class Episode(Protocol):
     """What an agent loop works with."""
 
-    session: Session
-    """The conversation with the policy."""
+    @property
+    def session(self) -> Session:
+        """The conversation with the policy."""
+        ...
 
-    sandbox: Sandbox | None
-    """The started sandbox of a task that has one."""
+    @property
+    def sandbox(self) -> Sandbox | None:
+        """The started sandbox of a task that has one."""
+        ...
 
 
 @runtime_checkable

@@ -47,14 +47,15 @@ class RunDirectory:
     @classmethod
     def reopen(cls, path: Path) -> RunDirectory:
         """Go on with a run. Raises ``ConfigError`` if ``path`` is not the directory of one."""
-        if not (path / "manifest.json").is_file():
-            raise ConfigError(f"{path} is not a run directory: it has no manifest.json")
+        cls.manifest_of(path)
         return cls(path)
 
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """The manifest as it was written at the start."""
-        return read_json(self.path / "manifest.json")
+    @staticmethod
+    def manifest_of(path: Path) -> dict[str, Any]:
+        """A run's manifest. Raises ``ConfigError`` if ``path`` is not the directory of a run."""
+        if not (path / "manifest.json").is_file():
+            raise ConfigError(f"{path} is not a run directory: it has no manifest.json")
+        return read_json(path / "manifest.json")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One line of ``metrics.jsonl``; missing measurements are left out."""
@@ -111,8 +112,8 @@ class RunDirectory:
                 "token_ids": pa.array([s.token_ids for s in samples], ints),
                 "mask": pa.array([s.mask for s in samples], pa.list_(pa.bool_())),
                 "rollout_logprobs": pa.array([s.rollout_logprobs for s in samples], floats),
-                "old_logprobs": pa.array(old_logprobs or [None] * len(samples), floats),
-                "logprobs": pa.array(list(logprobs) or [None] * len(samples), floats),
+                "old_logprobs": pa.array([None] * len(samples) if old_logprobs is None else old_logprobs, floats),
+                "logprobs": pa.array(logprobs, floats),
                 "advantages": pa.array([s.advantages for s in samples], floats),
                 "turns": pa.array([s.turn_ids for s in samples], ints),
                 "versions": pa.array([s.versions for s in samples], ints),

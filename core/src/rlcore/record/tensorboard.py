@@ -29,7 +29,7 @@ class TensorBoard:
     def start(self, context: RunContext, config: Mapping[str, Any]) -> None:
         """Open the event file."""
         try:
-            from tensorboard.summary import Writer  # type: ignore[import-untyped]
+            from tensorboard.summary import Writer
         except ImportError as error:
             raise ConfigError("tracker tensorboard: install it with `pip install 'rlcore[tensorboard]'`") from error
         self._writer = Writer(str(context.run_dir / self._folder))
