@@ -147,6 +147,7 @@ def _explain_usage(error: Any) -> str:
         return f"rlcore: error: {message}"
     if hasattr(error, "option_name"):
         options = [*_EARLY_OPTIONS, "--help", *(option for p in context.command.params for option in p.opts)]
+        options += getattr(context.command, "recipe_options", ())
         message += nearest(error.option_name, [option for option in options if option.startswith("--")])
     return f"rlcore: error: {message}\ntry '{context.command_path} --help'"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["ConfigFile", "RecipeName", "Resolved", "RunCommand", "Sets", "resolve_run", "resolve_saved"]
 
 RecipeName: TypeAlias = Annotated[
-    str | None, typer.Argument(metavar="[RECIPE]", help="Default: the recipe of --plugin, or recipe.name of the file.")
+    str | None, typer.Argument(metavar="RECIPE", help="Default: the recipe of --plugin, or recipe.name of the file.")
 ]
 ConfigFile: TypeAlias = Annotated[
     list[Path] | None, typer.Option("--config", "-c", metavar="FILE", help="A TOML file over the recipe's defaults.")
@@ -42,7 +43,7 @@ def resolve_run(
     """
     known: Globals = context.obj
     layers = [*map(file_layer, config or ()), set_layer(sets or ())]
-    if recipe is None and not any("recipe" in layer.values for layer in layers):
+    if recipe is None and not any("name" in layer.values.get("recipe", {}) for layer in layers):
         recipe = _recipe_of_plugin(known)
         if recipe is None and not config:
             raise ConfigError(f"name a recipe, or a file with --config{nearest('', known.plugins.names('recipe'))}")
@@ -81,42 +82,43 @@ def _recipe_of_plugin(known: Globals) -> str | None:
 class RunCommand(TyperCommand):
     """A command on a recipe: the recipe's own options may stand on its line (``--size tiny``: ``recipe.size=tiny``)."""
 
+    recipe: str | None = None
+    fields: Mapping[str, FieldInfo] = {}  # noqa: RUF012 - replaced as a whole, never changed
+
+    @property
+    def recipe_options(self) -> list[str]:
+        """The recipe's options as one writes them."""
+        return [f"--{name.replace('_', '-')}" for name in self.fields]
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Turn the recipe's options into ``--set`` before the line is read."""
-        fields = self._recipe_fields(ctx.obj, args)
+        self._find_recipe(ctx.obj, args)
         own = {option for parameter in self.params for option in parameter.opts}
         result: list[str] = []
         left = iter(args)
         for argument in left:
             option, equals, value = argument.partition("=")
-            name = option.removeprefix("--").replace("-", "_")
-            if option in own or not option.startswith("--") or name not in fields:
+            if option in own or option.replace("_", "-") not in self.recipe_options:
                 result.append(argument)
-            elif equals:
-                result += ["--set", f"recipe.{name}={value}"]
-            elif fields[name].annotation is bool:
-                result += ["--set", f"recipe.{name}=true"]
-            else:
-                result += ["--set", f"recipe.{name}={next(left, '')}"]
+                continue
+            name = option[2:].replace("-", "_")
+            if not equals:
+                value = "true" if self.fields[name].annotation is bool else next(left, "")
+            result += ["--set", f"recipe.{name}={value}"]
         return super().parse_args(ctx, result)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """List the recipe's options in ``--help``."""
-        name, fields = self._found
-        if fields:
-            with formatter.section(f"Options of recipe {name}"):
-                formatter.write_dl([(f"--{n.replace('_', '-')}", f.description or "") for n, f in fields.items()])
+        if self.fields:
+            with formatter.section(f"Options of recipe {self.recipe}"):
+                meanings = [field.description or "" for field in self.fields.values()]
+                formatter.write_dl(list(zip(self.recipe_options, meanings, strict=True)))
         super().format_epilog(ctx, formatter)
 
-    _found: tuple[str | None, Mapping[str, FieldInfo]] = (None, {})
-
-    def _recipe_fields(self, known: Globals, args: Sequence[str]) -> Mapping[str, FieldInfo]:
-        """The options of the recipe that is named on the line or meant by ``--plugin``; nothing if that is unclear."""
-        try:
-            names = set(known.plugins.names("recipe"))
-            name = next((a for a in args if a in names), None) or _recipe_of_plugin(known)
-            fields = options_class(known.plugins, "recipe", name).model_fields if name else {}
-        except RlcoreError:
-            return {}  # the command itself says what is wrong
-        self._found = (name, fields)
-        return fields
+    def _find_recipe(self, known: Globals, args: Sequence[str]) -> None:
+        """The recipe that is named on the line or meant by ``--plugin``; the command itself says what is wrong with it."""
+        names = set(known.plugins.names("recipe"))
+        with suppress(RlcoreError):
+            self.recipe = next((a for a in args if a in names), None) or _recipe_of_plugin(known)
+            if self.recipe:
+                self.fields = options_class(known.plugins, "recipe", self.recipe).model_fields

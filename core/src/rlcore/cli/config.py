@@ -81,7 +81,7 @@ def schema(
         for name, described in named.items():
             if "error" in described:
                 print(f"{section_name} ({name})\n    {described['error']}")
-            _print_properties(f"{section_name} ({name}) .", described, described)
+            _print_properties(f"{section_name}.", described, described, f" ({name})")
 
 
 def _schema_of(plugins: Plugins, kind: str, name: str) -> dict[str, Any]:
@@ -98,9 +98,9 @@ def _follow(property_: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[st
     return property_
 
 
-def _print_properties(prefix: str, described: Mapping[str, Any], root: Mapping[str, Any]) -> None:
+def _print_properties(prefix: str, described: Mapping[str, Any], root: Mapping[str, Any], of: str = "") -> None:
     for name, property_ in described.get("properties", {}).items():
-        print(f"{prefix}{name}\n    {_describe(property_, root)}")
+        print(f"{prefix}{name}{of}\n    {_describe(property_, root)}")
 
 
 def _describe(property_: Mapping[str, Any], root: Mapping[str, Any]) -> str:
