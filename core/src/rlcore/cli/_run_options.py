@@ -19,15 +19,15 @@ from rlcore.resolve import Layer, Resolved, file_layer, options_class, resolve, 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-__all__ = ["ConfigFile", "RecipeName", "Resolved", "RunCommand", "Sets", "resolve_run", "resolve_saved"]
+__all__ = ["ConfigOption", "RecipeArgument", "Resolved", "RunCommand", "SetOption", "resolve_run", "resolve_saved"]
 
-RecipeName: TypeAlias = Annotated[
+RecipeArgument: TypeAlias = Annotated[
     str | None, typer.Argument(metavar="RECIPE", help="Default: the recipe of --plugin, or recipe.name of the file.")
 ]
-ConfigFile: TypeAlias = Annotated[
+ConfigOption: TypeAlias = Annotated[
     list[Path] | None, typer.Option("--config", "-c", metavar="FILE", help="A TOML file over the recipe's defaults.")
 ]
-Sets: TypeAlias = Annotated[
+SetOption: TypeAlias = Annotated[
     list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="One value, over recipe and file.")
 ]
 
@@ -62,7 +62,7 @@ def resolve_saved(context: typer.Context, run: Path, sets: Sequence[str] | None)
     from rlcore.record.directory import RunDirectory
 
     known: Globals = context.obj
-    manifest = RunDirectory.reopen(run).manifest
+    manifest = RunDirectory.manifest_of(run)
     if manifest["plugins"]["hash"] != known.plugins.hash:
         print("rlcore: warning: the plugins are not those that this run began with", file=sys.stderr)
     layers = [Layer(f"{run}/manifest.json", manifest["config"]), set_layer(sets or ())]
@@ -83,7 +83,7 @@ class RunCommand(TyperCommand):
     """A command on a recipe: the recipe's own options may stand on its line (``--size tiny``: ``recipe.size=tiny``)."""
 
     recipe: str | None = None
-    fields: Mapping[str, FieldInfo] = {}  # noqa: RUF012 - replaced as a whole, never changed
+    fields: Mapping[str, FieldInfo] = {}
 
     @property
     def recipe_options(self) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rlcore.cli import Globals
-from rlcore.cli._run_options import ConfigFile, RecipeName, RunCommand, Sets, resolve_run
+from rlcore.cli._run_options import ConfigOption, RecipeArgument, RunCommand, SetOption, resolve_run
 from rlcore.cli.app import command_group
 from rlcore.config import RunConfig
 from rlcore.errors import PluginError
@@ -27,9 +27,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 @app.command("show", cls=RunCommand)
 def show(
     context: typer.Context,
-    recipe: RecipeName = None,
-    config: ConfigFile = None,
-    sets: Sets = None,
+    recipe: RecipeArgument = None,
+    config: ConfigOption = None,
+    sets: SetOption = None,
     as_json: AsJson = False,
     origin: Annotated[bool, typer.Option("--origin", help="Say where each value is from.")] = False,
 ) -> None:
@@ -48,9 +48,9 @@ def show(
 @app.command("schema", cls=RunCommand)
 def schema(
     context: typer.Context,
-    recipe: RecipeName = None,
-    config: ConfigFile = None,
-    sets: Sets = None,
+    recipe: RecipeArgument = None,
+    config: ConfigOption = None,
+    sets: SetOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Every key with its type, default and meaning; with a recipe, the options of what that one uses."""

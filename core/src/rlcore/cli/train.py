@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlcore.cli._run_options import ConfigOption, RecipeArgument, SetOption, resolve_run
+from rlcore.cli._run_options import ConfigOption, RecipeArgument, SetOption, resolve_run, resolve_saved
 from rlcore.errors import ConfigError
 from rlcore.types import Problem
 
@@ -53,7 +53,7 @@ def train(
     elif recipe or config:
         raise ConfigError("--resume takes the run's own recipe and configuration: leave out the recipe and --config")
     else:
-        resolved = _resolve_saved(plugins, resume, sets)
+        resolved = resolve_saved(context, resume, sets)
     problems = _problems(plugins, resolved)
     if preflight or any(problem.fatal for problem in problems):
         return _report_problems(problems, as_json)
@@ -62,17 +62,6 @@ def train(
     if resolved.recipe is not None:
         resolved.recipe.prepare(resolved.config)
     return _run(plugins, resolved, resume, as_json)
-
-
-def _resolve_saved(plugins: Plugins, path: Path, sets: Sequence[str]) -> Resolved:
-    """The configuration in a run's manifest, with ``--set`` over it."""
-    from rlcore.record.directory import RunDirectory
-    from rlcore.resolve import Layer, resolve, set_layer
-
-    source = f"manifest of {path}"
-    resolved = resolve(plugins, [Layer(source, RunDirectory.manifest_of(path)["config"]), set_layer(sets)])
-    plugins.configure(resolved.config)
-    return resolved
 
 
 def _problems(plugins: Plugins, resolved: Resolved) -> list[Problem]:
