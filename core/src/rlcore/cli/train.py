@@ -29,12 +29,6 @@ def train(
     recipe: RecipeArgument = None,
     config: ConfigOption = None,
     sets: SetOption = None,
-    model: Annotated[
-        str | None, typer.Option(help="Short for --set recipe.model=NAME: which model of the recipe.")
-    ] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="Short for --set recipe.full=true: the long evaluation.")
-    ] = False,
     resume: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Go on with a run directory from its last complete checkpoint.")
     ] = None,
@@ -43,11 +37,6 @@ def train(
 ) -> int:
     """Train a model as a recipe says."""
     plugins: Plugins = context.obj.plugins
-    sets = [
-        *([f"recipe.model={model}"] if model is not None else []),
-        *(["recipe.full=true"] if full else []),
-        *(sets or []),
-    ]
     if resume is None:
         resolved = resolve_run(context, recipe, config, sets)
     elif recipe or config:
