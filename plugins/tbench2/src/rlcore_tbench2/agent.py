@@ -6,9 +6,9 @@ import re
 from math import inf
 
 from pydantic import BaseModel, ConfigDict, Field
-from rlcore.errors import ConfigError, PolicyUnavailable
+from rlcore.errors import ConfigError
 from rlcore.protocols import Episode, Sandbox
-from rlcore.types import AgentResult, BudgetLeft, EndReason, ExecResult, FinishReason, Message, Reply, Task
+from rlcore.types import AgentResult, BudgetLeft, EndReason, ExecResult, FinishReason, Message, Task
 
 from rlcore_tbench2.stage import prepare
 
@@ -31,16 +31,14 @@ _OPENING = re.compile(r"(`{3,})[^\n`]*\n")
 _INLINE = re.compile(r"(`{3,})(?:(?:bash|sh|shell)[ \t])?(.+?)\1", re.DOTALL)
 
 
-def parse_command(text: str, reasoning_end: str = "</think>") -> str:
+def parse_command(text: str) -> str:
     """The command in a reply; ``""`` if there is none.
 
-    What stands before the last ``reasoning_end`` is thought, not said. With a fence, the first fenced block is the
-    command, and a block that is never closed is none; without a fence, the whole reply, stripped.
+    With a fence, the first fenced block is the command, and a block that is never closed is none; without a fence, the
+    whole reply, stripped. A reply that never stopped thinking holds no command (a session cuts off finished thoughts).
     """
-    if reasoning_end:
-        _, end, said = text.rpartition(reasoning_end)
-        thinking = not end and said.lstrip().startswith(reasoning_end.replace("/", ""))
-        text = "" if thinking else said
+    if text.lstrip().startswith("<think>") and "</think>" not in text:
+        return ""
     if "```" not in text:
         return text.strip()
     opening = _OPENING.search(text)
@@ -90,9 +88,6 @@ class TerminalAgent:
             description="end as task_complete after the commands that the task says it needs "
             "(metadata.rlcore.max_commands), without another model call",
         )
-        reasoning_end: str = Field(
-            "</think>", description="what ends the model's thoughts; commands are looked for behind it; empty: nothing"
-        )
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -117,7 +112,7 @@ class TerminalAgent:
             asked += 1
             if reply.finish_reason is FinishReason.LENGTH:
                 return ended(EndReason.LENGTH)
-            command = self._command(reply)
+            command = parse_command(reply.text)
             if not command:
                 return ended(EndReason.NO_COMMAND)
             if command[: len(STOP_WORD)].upper() == STOP_WORD:
@@ -127,11 +122,6 @@ class TerminalAgent:
             if commands == most_commands:
                 return ended(EndReason.TASK_COMPLETE)
             new = [Message("user", self._observation(result, session.left))]
-
-    def _command(self, reply: Reply) -> str:
-        if reply.finish_reason not in (FinishReason.STOP, FinishReason.TOOL_CALLS):
-            raise PolicyUnavailable(f"a reply that ended by {reply.finish_reason.value!r} may be cut: not executed")
-        return parse_command(reply.text, self.config.reasoning_end)
 
     async def _execute(self, command: str, task: Task, sandbox: Sandbox) -> ExecResult:
         assert task.sandbox is not None

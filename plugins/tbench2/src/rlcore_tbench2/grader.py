@@ -24,6 +24,27 @@ CLEAN_ENV = {"PYTHONNOUSERSITE": "1", "BASH_ENV": "", "ENV": "", "PYTHONSTARTUP"
 """Doors through which files that the agent wrote could run inside the verifier."""
 
 
+END_PROCESSES = r"""
+stat_of() { read -r line < "/proc/$1/stat"; set -- ${line##*) }; parent=$2 started=${20}; }
+stat_of 1; first=$started
+keep=" 1 "; pid=$$
+while [ "$pid" -gt 1 ]; do keep="$keep$pid "; stat_of "$pid"; pid=$parent; done
+for pass in 1 2 3 4 5; do
+  ended=
+  for entry in /proc/[0-9]*; do
+    pid=${entry#/proc/}
+    case $keep in *" $pid "*) continue;; esac
+    stat_of "$pid" || continue
+    [ "$parent" -le 1 ] && [ $((started - first)) -lt 100 ] && continue
+    kill -9 "$pid" && ended=1
+  done
+  [ -z "$ended" ] && break
+done 2>/dev/null
+"""
+"""Ends every process but process 1, the caller's own line, and what an image starts beside process 1 in its first second
+(the keep-alive of a container)."""
+
+
 class TestsGrader:
     """Stages ``tests/`` for the verify window, runs ``test.sh`` in the working directory, reads what it wrote.
 
@@ -77,6 +98,9 @@ class TestsGrader:
             'rm -rf $d/* $d/.[!.]* $d/..?* && [ -z "$(ls -A $d)" ] || exit 1; done; '
             f"chmod 777 {LOGS}"
         )
+        end = self.config.end_processes
+        if task.data.get("end_processes", False) if end is None else end:
+            script = END_PROCESSES + script
         await root_exec(sandbox, script, task, what="clearing /tests and /logs/verifier")
 
     async def _run(self, command: list[str], task: Task, sandbox: Sandbox) -> ExecResult:

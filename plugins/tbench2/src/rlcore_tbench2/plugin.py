@@ -19,3 +19,9 @@ def rlcore_register_agent_loops(register):
 def rlcore_register_graders(register):
     """The task's own tests."""
     register("tbench2", "rlcore_tbench2.grader:TestsGrader")
+
+
+@hookimpl
+def rlcore_add_commands(group):
+    """``rlcore tasks``."""
+    group.lazy("tasks", "rlcore_tbench2.commands:app", "List, check, make and split tasks.")

@@ -19,7 +19,7 @@ from rlcore_tbench2.bundled.words import POOLS
 
 __all__ = ["write_tasks"]
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever the same arguments would give other folders, so that old sets on disk are written again."""
 
 MANIFEST = "bundled.json"
@@ -184,6 +184,7 @@ def _task_toml(kind: Kind, split: str, instance: Instance, shown: Sequence[Insta
         "",
         "[metadata.rlcore]",
         "image_optional = true",
+        "end_processes = true",
         f"max_commands = {len(instance.steps)}",
     ]
     for example in shown:
