@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +18,7 @@ from rlcore.plugins import nearest
 if TYPE_CHECKING:
     from rlcore.plugins import Plugins
 
-__all__ = ["CommandGroup", "build", "command_group"]
+__all__ = ["CommandGroup", "LazyGroup", "build", "command_group"]
 
 EVERYWHERE = (
     "Everywhere on the line: --plugin/-p NAME, --no-plugin NAME (which plugins are loaded), "
@@ -30,7 +31,7 @@ class CommandGroup(typer.Typer):
 
     def __init__(self) -> None:
         """An empty group."""
-        super().__init__(cls=_LazyGroup, rich_markup_mode=None, add_completion=False, no_args_is_help=True)
+        super().__init__(cls=LazyGroup, rich_markup_mode=None, add_completion=False, no_args_is_help=True)
         self.commands: dict[str, tuple[str, str]] = {}
 
     def lazy(self, name: str, target: str, help: str) -> None:  # noqa: A002 - as typer calls it
@@ -49,10 +50,10 @@ class CommandGroup(typer.Typer):
         self.commands[name] = (target, help)
 
 
-class _LazyGroup(TyperGroup):
+class LazyGroup(TyperGroup):
     """A group of which some commands are only names until they are used."""
 
-    targets: dict[str, tuple[str, str]]
+    targets: Mapping[str, tuple[str, str]] = {}
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*self.targets, *(name for name in super().list_commands(ctx) if name not in self.targets)]
@@ -70,7 +71,7 @@ class _LazyGroup(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         own: Any = self.commands
         rows = [
-            (name, self.targets[name][1] if name in self.targets else own[name].get_short_help_str())
+            (name, self.targets[name][1] if name in self.targets else own[name].get_short_help_str(200))
             for name in self.list_commands(ctx)
         ]
         with formatter.section("Commands"):
@@ -79,7 +80,7 @@ class _LazyGroup(TyperGroup):
 
 def command_group(help: str) -> typer.Typer:  # noqa: A002 - as typer calls it
     """A command with subcommands: what the target of a table entry may be."""
-    group = typer.Typer(help=help, rich_markup_mode=None, add_completion=False, no_args_is_help=True)
+    group = typer.Typer(help=help, cls=LazyGroup, rich_markup_mode=None, add_completion=False, no_args_is_help=True)
     group.callback()(_nothing)
     return group
 
