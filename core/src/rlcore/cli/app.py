@@ -56,19 +56,23 @@ class LazyGroup(TyperGroup):
     targets: Mapping[str, tuple[str, str]] = {}
 
     def list_commands(self, ctx: Any) -> list[str]:
+        """The table's names, then those of commands that are here already."""
         return [*self.targets, *(name for name in super().list_commands(ctx) if name not in self.targets)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command, imported now if it is from the table."""
         if cmd_name not in self.targets:
             return super().get_command(ctx, cmd_name)
         return _load(cmd_name, *self.targets[cmd_name])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As in click, with the nearest name in the error."""
         if args[0] not in (known := self.list_commands(ctx)) and not args[0].startswith("-"):
             ctx.fail(f"no command {args[0]!r}{nearest(args[0], known)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Names and lines, without importing anything and without cutting a line off."""
         own: Any = self.commands
         rows = [
             (name, self.targets[name][1] if name in self.targets else own[name].get_short_help_str(200))
