@@ -1,0 +1,4 @@
+"""The planner: what a model needs on given hardware, from its shapes alone, without torch and without a GPU.
+
+Units are in every name: GB is 1e9 bytes, GiB is 2^30.
+"""
