@@ -1,0 +1,431 @@
+"""A small fast forward for the Llama family: fused projections, slots side by side, prompts packed by a token trie."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from rlcore.errors import ConfigError
+from torch import Tensor
+
+from rlcore_engine.models.base import Prefilled, check_weights, limit_context
+from rlcore_engine.models.prefixes import PrefixStore, common_prefix
+from rlcore_engine.trie import TokenTrie, build_trie
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["LlamaSide", "unsupported"]
+
+_FAMILY = ("llama", "qwen2")
+_ROTARY = ("default", "linear", "llama3")
+
+
+def unsupported(config: Any, folder: Path) -> str | None:
+    """Why the fast forward cannot serve a model; ``None`` if it can."""
+    if config.model_type not in _FAMILY:
+        return f"model_type {config.model_type!r} is not one of {', '.join(_FAMILY)}"
+    if config.hidden_act != "silu":
+        return f"hidden_act {config.hidden_act!r}"
+    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+        return "biases in attention output or MLP"
+    if getattr(config, "use_sliding_window", False):
+        return "sliding window attention"
+    if getattr(config, "quantization_config", None):
+        return "quantised weights"
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in _ROTARY:
+        return f"rotary scaling {rope!r}"
+    if not any(folder.glob("*.safetensors")):
+        return "no safetensors files"
+    return None
+
+
+@dataclass(slots=True)
+class _Layer:
+    """Weights of a layer. ``qkv [(H + 2 K) D, hidden]`` and ``gate_up [2 I, hidden]`` are fused."""
+
+    norm: Tensor
+    qkv: Tensor
+    bias: Tensor | None
+    out: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(slots=True)
+class _Tree:
+    """Prompts that continue the same known tokens: keys and values ``[layers, kv heads, c, D]`` and a trie of the rest."""
+
+    keys: Tensor | None
+    values: Tensor | None
+    known: int
+    rows: list[int]
+    trie: TokenTrie
+    first: int = 0
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Nodes ``[start, stop)`` of a tree as a part of one forward."""
+
+    tree: _Tree
+    start: int
+    stop: int
+    path: Tensor
+    mask: Tensor | None
+
+
+class LlamaSide:
+    """See :class:`rlcore_engine.models.base.ModelSide`. Keys and values: ``[layers, slots, kv heads, length, D]``."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Any,
+        dtype: torch.dtype,
+        *,
+        context_length: int | None = None,
+        prefix_tokens: int = 8192,
+        chunk_tokens: int = 512,
+    ) -> None:
+        """Allocate and read the safetensors of ``folder``."""
+        self.dtype = dtype
+        self.vocab_size: int = config.vocab_size
+        self.context_length = limit_context(config, context_length)
+        self.active = 0
+        self._chunk = chunk_tokens
+        self._eps: float = config.rms_norm_eps
+        self._heads: int = config.num_attention_heads
+        self._kv_heads: int = config.num_key_value_heads
+        self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self._heads
+        self._groups = self._heads // self._kv_heads
+        self._prefixes: PrefixStore[tuple[Tensor, Tensor]] = PrefixStore(prefix_tokens)
+        self._tokens: list[list[int]] = []
+        self._current: list[bool] = []  # whether a slot's keys and values are of the weights that serve now
+        self._allocate(config)
+        self._rotate = _rotary_table(config, self.context_length, dtype)
+        shape = (config.num_hidden_layers, 0, self._kv_heads, 0, self._head_dim)
+        self._keys, self._values = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+        self.load(_read_safetensors(folder))
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def _allocate(self, config: Any) -> None:
+        hidden, inner, dim = config.hidden_size, config.intermediate_size, self._head_dim
+        q, kv = self._heads * dim, self._kv_heads * dim
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(*shape, dtype=self.dtype)
+
+        biased = config.model_type == "qwen2"
+        self._layers = [
+            _Layer(
+                empty(hidden),
+                empty(q + 2 * kv, hidden),
+                empty(q + 2 * kv) if biased else None,
+                empty(hidden, q),
+                empty(hidden),
+                empty(2 * inner, hidden),
+                empty(hidden, inner),
+            )
+            for _ in range(config.num_hidden_layers)
+        ]
+        self._embed, self._norm = empty(self.vocab_size, hidden), empty(hidden)
+        self._head = self._embed if config.tie_word_embeddings else empty(self.vocab_size, hidden)
+        self._tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
+        self._targets = {"model.embed_tokens.weight": self._embed, "model.norm.weight": self._norm}
+        if not self._tied:
+            self._targets["lm_head.weight"] = self._head
+        for index, layer in enumerate(self._layers):
+            at = f"model.layers.{index}."
+            self._targets |= {
+                f"{at}input_layernorm.weight": layer.norm,
+                f"{at}post_attention_layernorm.weight": layer.mlp_norm,
+                f"{at}self_attn.o_proj.weight": layer.out,
+                f"{at}mlp.gate_proj.weight": layer.gate_up[:inner],
+                f"{at}mlp.up_proj.weight": layer.gate_up[inner:],
+                f"{at}mlp.down_proj.weight": layer.down,
+            }
+            for name, rows in zip("qkv", (slice(0, q), slice(q, q + kv), slice(q + kv, None)), strict=True):
+                self._targets[f"{at}self_attn.{name}_proj.weight"] = layer.qkv[rows]
+                if layer.bias is not None:
+                    self._targets[f"{at}self_attn.{name}_proj.bias"] = layer.bias[rows]
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every weight by its checkpoint name."""
+        return {name: tuple(tensor.shape) for name, tensor in self._targets.items()}
+
+    def named_weights(self) -> Mapping[str, Tensor]:
+        """Views of the weights by checkpoint name."""
+        return self._targets
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights, or raise before the first is touched."""
+        found = check_weights(self._targets, self._tied, weights)
+        for name, target in self._targets.items():
+            target.copy_(found[name])
+
+    # --- the forward --------------------------------------------------------------------------------------------------
+
+    def _rope(self, heads: Tensor, table: Tensor) -> Tensor:
+        """Rotate ``[n, heads, D]`` by rows ``[n, 1, 2 D]`` of the table (cosines, signed sines)."""
+        cosine, sine = table.chunk(2, -1)
+        return torch.addcmul(heads * cosine, heads.roll(self._head_dim // 2, -1), sine)
+
+    def _project(self, layer: _Layer, hidden: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[n, H, D]``, keys and values ``[n, K, D]``."""
+        normed = F.rms_norm(hidden, hidden.shape[-1:], layer.norm, self._eps)
+        heads = F.linear(normed, layer.qkv, layer.bias).view(len(hidden), -1, self._head_dim)
+        rotated = self._rope(heads[:, : self._heads + self._kv_heads], table)
+        return rotated[:, : self._heads], rotated[:, self._heads :], heads[:, self._heads + self._kv_heads :]
+
+    def _rest(self, layer: _Layer, hidden: Tensor, attended: Tensor) -> Tensor:
+        hidden = hidden + F.linear(attended, layer.out)
+        normed = F.rms_norm(hidden, hidden.shape[-1:], layer.mlp_norm, self._eps)
+        gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
+        return hidden + F.linear(F.silu(gate) * up, layer.down)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        normed = F.rms_norm(hidden, hidden.shape[-1:], self._norm, self._eps)
+        return F.linear(normed, self._head).float()
+
+    def decode(self, token_ids: Sequence[int]) -> Tensor:
+        """One token for every active slot: ``[active, V]`` float32."""
+        count, lengths = self.active, [len(tokens) for tokens in self._tokens]
+        longest = max(lengths) + 1
+        self._reserve(count, longest)
+        at = torch.tensor(lengths)
+        slots = torch.arange(count)
+        table = self._rotate[at]
+        visible = (torch.arange(longest) <= at[:, None])[:, None, None, :] if min(lengths) + 1 < longest else None
+        hidden = self._embed[torch.tensor(token_ids)]
+        keys_of, values_of = self._keys[:, :count], self._values[:, :count]
+        for index, layer in enumerate(self._layers):
+            queries, keys, values = self._project(layer, hidden, table)
+            all_keys, all_values = keys_of[index], values_of[index]
+            all_keys[slots, :, at] = keys
+            all_values[slots, :, at] = values
+            # Queries that share a key head stand side by side as a sequence: no key is copied.
+            grouped = queries.reshape(count, self._kv_heads, self._groups, self._head_dim)
+            attended = F.scaled_dot_product_attention(
+                grouped, all_keys[:, :, :longest], all_values[:, :, :longest], attn_mask=visible
+            )
+            hidden = self._rest(layer, hidden, attended.reshape(count, -1))
+        for tokens, token in zip(self._tokens, token_ids, strict=True):
+            tokens.append(token)
+        return self._logits(hidden)
+
+    # --- prefill ------------------------------------------------------------------------------------------------------
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Generator[None, None, Prefilled]:
+        """Compute every distinct token once, in chunks; see :class:`~rlcore_engine.models.base.ModelSide`."""
+        trees = self._plant(prompts)
+        nodes = sum(len(tree.trie) for tree in trees)
+        shape = (len(self._layers), self._kv_heads, nodes, self._head_dim)
+        keys, values = torch.empty(shape, dtype=self.dtype), torch.empty(shape, dtype=self.dtype)
+        last = [int(tree.first + tree.trie.row_nodes[n][-1]) for tree in trees for n in range(len(tree.rows))]
+        wanted = torch.tensor(sorted(set(last)))
+        hidden = torch.empty(len(wanted), self._embed.shape[1], dtype=self.dtype)
+        done = 0
+        for segments in self._chunks(trees):
+            if done:
+                yield
+            states = self._forward(segments, keys, values)
+            begin = segments[0].tree.first + segments[0].start
+            mine = (wanted >= begin) & (wanted < begin + len(states))
+            hidden[mine] = states[wanted[mine] - begin]
+            done += len(states)
+        logits = self._logits(hidden)
+        place = {node: index for index, node in enumerate(wanted.tolist())}
+        order = [row for tree in trees for row in tree.rows]
+        by_row = dict(zip(order, (place[node] for node in last), strict=True))
+        cached = self._settle(prompts, trees, keys, values)
+        return Prefilled(logits[[by_row[row] for row in range(len(prompts))]], cached)
+
+    def _plant(self, prompts: Sequence[Sequence[int]]) -> list[_Tree]:
+        """One tree for each set of known tokens that prompts continue."""
+        sources: list[tuple[list[int], Any]] = [
+            (tokens, slot) for slot, tokens in enumerate(self._tokens) if self._current[slot]
+        ]
+        sources += [(list(tokens), kept) for tokens, kept in self._prefixes.entries()]
+        groups: dict[tuple[int, int], list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            head = list(prompt[:-1])
+            known, source = max(
+                ((common_prefix(tokens, head), -index) for index, (tokens, _) in enumerate(sources)), default=(0, 0)
+            )
+            groups.setdefault((-source if known else -1, known), []).append(row)
+        trees, first = [], 0
+        for (source, known), rows in groups.items():
+            keys, values = self._known(sources[source], known) if known else (None, None)
+            trie = build_trie([list(prompts[row][known:]) for row in rows])
+            trees.append(_Tree(keys, values, known, rows, trie, first))
+            first += len(trie)
+        return trees
+
+    def _known(self, source: tuple[list[int], Any], length: int) -> tuple[Tensor, Tensor]:
+        tokens, kept = source
+        if isinstance(kept, int):  # a slot, which may move or grow before it is read
+            return self._keys[:, kept, :, :length].clone(), self._values[:, kept, :, :length].clone()
+        self._prefixes.touch(tokens)
+        return kept[0][:, :, :length], kept[1][:, :, :length]
+
+    def _chunks(self, trees: list[_Tree]) -> Iterable[list[_Segment]]:
+        """Segments of all trees in order, at most ``chunk_tokens`` nodes together."""
+        segments: list[_Segment] = []
+        room = self._chunk
+        for tree in trees:
+            start = 0
+            while start < len(tree.trie):
+                stop = min(len(tree.trie), start + room)
+                segments.append(_segment(tree, start, stop))
+                room -= stop - start
+                start = stop
+                if not room:
+                    yield segments
+                    segments, room = [], self._chunk
+        if segments:
+            yield segments
+
+    def _forward(self, segments: list[_Segment], keys: Tensor, values: Tensor) -> Tensor:
+        """Hidden states ``[n, hidden]`` of the segments' nodes; writes their keys and values."""
+        tokens = torch.cat([torch.from_numpy(s.tree.trie.token_ids[s.start : s.stop]) for s in segments])
+        places = [torch.from_numpy(s.tree.trie.positions[s.start : s.stop]) + s.tree.known for s in segments]
+        table = self._rotate[torch.cat(places)]
+        begin = segments[0].tree.first + segments[0].start
+        hidden = self._embed[tokens]
+        for index, layer in enumerate(self._layers):
+            queries, new_keys, new_values = self._project(layer, hidden, table)
+            keys[index, :, begin : begin + len(hidden)] = new_keys.transpose(0, 1)
+            values[index, :, begin : begin + len(hidden)] = new_values.transpose(0, 1)
+            parts = []
+            for segment in segments:
+                size = segment.stop - segment.start
+                at = segment.tree.first + segment.start
+                seen = [
+                    _seen(segment, index, store, known, at, size)
+                    for store, known in ((keys, segment.tree.keys), (values, segment.tree.values))
+                ]
+                asked = queries[at - begin : at - begin + size].transpose(0, 1)[None]
+                attended = F.scaled_dot_product_attention(
+                    asked, seen[0], seen[1], attn_mask=segment.mask, is_causal=segment.mask is None, enable_gqa=True
+                )
+                parts.append(attended[0].transpose(0, 1).reshape(size, -1))
+            hidden = self._rest(layer, hidden, torch.cat(parts) if len(parts) > 1 else parts[0])
+        return hidden
+
+    # --- slots --------------------------------------------------------------------------------------------------------
+
+    def _reserve(self, slots: int, length: int) -> None:
+        """Make room, at least doubling what grows, so that the copies stay few."""
+        _, have_slots, _, have_length, _ = self._keys.shape
+        if slots <= have_slots and length <= have_length:
+            return
+        slots = have_slots if slots <= have_slots else max(slots, 2 * have_slots, 4)
+        length = have_length if length <= have_length else min(max(length, 2 * have_length, 256), self.context_length)
+        for name in ("_keys", "_values"):
+            old = getattr(self, name)
+            new = old.new_zeros(old.shape[0], slots, old.shape[2], length, old.shape[4])
+            new[:, : self.active, :, :have_length] = old[:, : self.active]
+            setattr(self, name, new)
+
+    def _settle(
+        self, prompts: Sequence[Sequence[int]], trees: list[_Tree], keys: Tensor, values: Tensor
+    ) -> tuple[int, ...]:
+        """Copy keys and values into a slot for each prompt; the number of known tokens of each."""
+        first = self.active
+        self._reserve(first + len(prompts), max(map(len, prompts)))
+        cached = [0] * len(prompts)
+        counted: set[int] = set()
+        for tree in trees:
+            for row, nodes in zip(tree.rows, tree.trie.row_nodes, strict=True):
+                slot, length = first + row, len(prompts[row])
+                if tree.keys is not None and tree.values is not None:
+                    self._keys[:, slot, :, : tree.known] = tree.keys
+                    self._values[:, slot, :, : tree.known] = tree.values
+                at = torch.from_numpy(nodes) + tree.first
+                self._keys[:, slot, :, tree.known : length] = keys[:, :, at]
+                self._values[:, slot, :, tree.known : length] = values[:, :, at]
+                fresh = set(at.tolist()) - counted
+                counted |= fresh
+                cached[row] = length - len(fresh)
+        self._tokens += [list(prompt) for prompt in prompts]
+        self._current += [True] * len(prompts)
+        self.active += len(prompts)
+        return tuple(cached)
+
+    def release(self, slot: int, *, keep: bool, poisoned: bool = False) -> None:
+        """Free a slot; the last active one takes its place."""
+        tokens = self._tokens[slot]
+        if keep and self._prefixes.worth(tokens):
+            length = len(tokens)
+            kept = (self._keys[:, slot, :, :length].clone(), self._values[:, slot, :, :length].clone())
+            self._prefixes.put(tokens, kept)
+        if poisoned:  # hidden positions weigh 0, and 0 times NaN is NaN for whoever gets the slot next
+            self._keys[:, slot], self._values[:, slot] = 0, 0
+        self.active -= 1
+        last, current = self._tokens.pop(), self._current.pop()
+        if slot < self.active:
+            for store in (self._keys, self._values):
+                moved = store[:, self.active, :, : len(last)]
+                store[:, slot, :, : len(last)] = moved
+            self._tokens[slot], self._current[slot] = last, current
+
+    def forget(self) -> None:
+        """Forget every kept prefix, and share nothing of the slots either."""
+        self._prefixes.clear()
+        self._current = [False] * self.active
+
+
+def _segment(tree: _Tree, start: int, stop: int) -> _Segment:
+    path: np.ndarray = tree.trie.path(start)
+    chain = (
+        not tree.known and start == 0 and bool((tree.trie.parents[:stop] == torch.arange(-1, stop - 1).numpy()).all())
+    )
+    if chain:
+        return _Segment(tree, start, stop, torch.from_numpy(path), None)
+    import numpy as np
+
+    visible = torch.from_numpy(tree.trie.mask(start, stop, np.concatenate([path, np.arange(start, stop)])))
+    known = torch.ones(stop - start, tree.known, dtype=torch.bool)
+    return _Segment(tree, start, stop, torch.from_numpy(path), torch.cat([known, visible], 1))
+
+
+def _seen(segment: _Segment, layer: int, store: Tensor, known: Tensor | None, at: int, size: int) -> Tensor:
+    """What a segment attends to in one layer, ``[1, kv heads, c + path + size, D]``."""
+    parts = [] if known is None else [known[layer]]
+    if len(segment.path):
+        parts.append(store[layer][:, segment.path + segment.tree.first])
+    parts.append(store[layer, :, at : at + size])
+    return (torch.cat(parts, 1) if len(parts) > 1 else parts[0])[None]
+
+
+def _rotary_table(config: Any, length: int, dtype: torch.dtype) -> Tensor:
+    """``[length, 1, 2 D]``: cosines, and sines with the sign that ``roll`` needs, as transformers computes them."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rotary = LlamaRotaryEmbedding(config)
+    cosine, sine = rotary(torch.empty(1, dtype=torch.float32), torch.arange(length)[None])
+    half = sine.shape[-1] // 2
+    signed = torch.cat([-sine[0, :, :half], sine[0, :, half:]], -1)
+    return torch.cat([cosine[0], signed], -1).to(dtype)[:, None]
+
+
+def _read_safetensors(folder: Path) -> Iterable[tuple[str, Tensor]]:
+    """Every tensor of a folder's safetensors files; rotary tables of old checkpoints are left out."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    if not name.endswith("rotary_emb.inv_freq"):
+                        yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from error
