@@ -142,6 +142,12 @@ class BudgetSection(Section):
         return self
 
 
+class UnseenSection(Section):
+    """A second task set to evaluate on: kinds of tasks that are never trained."""
+
+    taskset: Offered
+
+
 class EvalSection(Section):
     """Evaluation on held-out tasks."""
 
@@ -149,6 +155,8 @@ class EvalSection(Section):
     before_and_after: bool = Field(False, description="evaluate before the first and after the last step")
     taskset: Offered | None = None
     samples_per_task: int = Field(1, ge=1)
+    greedy: bool = Field(False, description="evaluate greedy decoding too, before and after")
+    unseen: UnseenSection | None = Field(None, description="evaluate on this task set too, before and after")
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
 
     @model_validator(mode="after")

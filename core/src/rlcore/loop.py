@@ -17,7 +17,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
-from rlcore.config import EvalSection, Offered, RunConfig
+from rlcore.config import Offered, RunConfig
 from rlcore.errors import RlcoreError, RunFailed
 from rlcore.learn import checkpoints
 from rlcore.learn.rows import batch_of
@@ -77,6 +77,7 @@ class _Parts:
     ledger: RequestLedger
     tasks: Sequence[Task]
     heldout: Sequence[Task]
+    unseen: Sequence[Task]
 
 
 @dataclass(slots=True)
@@ -164,6 +165,7 @@ class _Run:
         self.progress.phase("loading tasks")
         tasks = self._build("taskset", config.taskset).load()
         heldout = self._build("taskset", config.eval.taskset).load() if config.eval.taskset else ()
+        unseen = self._build("taskset", config.eval.unseen.taskset).load() if config.eval.unseen else ()
         self.progress.phase("starting the engine")
         engine: Engine = self._build("engine", config.engine)
         stack.push_async_callback(_bounded, engine.aclose)
@@ -197,6 +199,7 @@ class _Run:
             ledger=ledger,
             tasks=tasks,
             heldout=heldout,
+            unseen=unseen,
         )
 
     async def _lease(self, stack: AsyncExitStack) -> SandboxLease | None:
@@ -409,21 +412,39 @@ class _Run:
 
     async def _evaluate_before(self, parts: _Parts) -> None:
         if self.config.eval.before_and_after and self.state.step == 0:
-            self.state.before = (await self._evaluate(parts, "before")).to_dict()
+            self.state.before = await self._evaluate_all(parts, "before")
 
     async def _evaluate_after(self, parts: _Parts) -> None:
         if self.config.eval.before_and_after:
-            self.after = (await self._evaluate(parts, "after")).to_dict()
+            self.after = await self._evaluate_all(parts, "after")
 
-    async def _evaluate(self, parts: _Parts, when: str) -> Evaluation:
-        section: EvalSection = self.config.eval
-        self.progress.phase(f"evaluating ({when}): {len(parts.heldout)} held-out tasks")
+    async def _evaluate_all(self, parts: _Parts, when: str) -> dict[str, Any]:
+        """Held-out tasks, and beside them what the configuration asks for: greedy decoding, kinds never trained."""
+        section = self.config.eval
+        found = {"heldout": await self._evaluate(parts, when)}
+        if section.greedy:
+            found["greedy"] = await self._evaluate(parts, f"{when}, greedy", temperature=0.0)
+        if section.unseen:
+            found["unseen"] = await self._evaluate(parts, f"{when}, unseen kinds", parts.unseen)
+            if section.greedy:
+                found["unseen_greedy"] = await self._evaluate(
+                    parts, f"{when}, unseen kinds, greedy", parts.unseen, temperature=0.0
+                )
+        return {name: evaluation.to_dict() for name, evaluation in found.items()}
+
+    async def _evaluate(
+        self, parts: _Parts, when: str, tasks: Sequence[Task] | None = None, temperature: float | None = None
+    ) -> Evaluation:
+        section = self.config.eval
+        tasks = parts.heldout if tasks is None else tasks
+        temperature = section.temperature if temperature is None else temperature
+        self.progress.phase(f"evaluating ({when}): {len(tasks)} tasks")
         evaluation = await evaluate(
-            self._runner(parts.policy, parts.lease, parts.ledger, section.temperature),
-            parts.heldout,
+            self._runner(parts.policy, parts.lease, parts.ledger, temperature),
+            tasks,
             samples_per_task=section.samples_per_task,
             in_flight=self.config.rollout.in_flight,
-            prefix=f"eval-{when}",
+            prefix=f"eval-{self.state.life}-{when.replace(', ', '-').replace(' ', '-')}",
             attempted=self._attempted,
         )
         self.evaluations.append({"when": when, "step": self.state.step, **evaluation.to_dict()})
@@ -434,7 +455,13 @@ class _Run:
 
     def summary(self) -> dict[str, Any]:
         """What a run came to; the content of ``summary.json``."""
-        state, before, after = self.state, self.state.before, self.after
+        state = self.state
+        heldout: dict[str, Any] = {}
+        for when, found in (("before", state.before), ("after", self.after)):
+            for name in ("heldout", *(found or {})):
+                evaluation = (found or {}).get(name)
+                heldout[f"{name}_success_{when}"] = evaluation and evaluation["success"]
+                heldout[f"{name}_{when}"] = evaluation
         return {
             "run": self.directory.path.name,
             "end": self.end,
@@ -443,10 +470,7 @@ class _Run:
             "seconds_per_step": state.seconds / state.step if state.step else None,
             "peak_rss_gib": self.memory.peak_gib,
             "reward_by_step": state.rewards,
-            "heldout_success_before": before and before["success"],
-            "heldout_success_after": after and after["success"],
-            "heldout_before": before,
-            "heldout_after": after,
+            **heldout,
             "evaluations": self.evaluations,
         }
 

@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = ["train"]
 
+EVALUATIONS = {
+    "heldout": "held-out",
+    "greedy": "greedy",
+    "unseen": "unseen kinds",
+    "unseen_greedy": "unseen, greedy",
+}
+"""Evaluations as the summary names them, and as people read them."""
+
 
 def train(
     context: typer.Context,
@@ -132,16 +140,19 @@ def _report(path: Path, summary: Mapping[str, Any], as_json: bool) -> None:
         return
     print(f"\nrun {summary['run']}: {summary['end']} after {summary['steps']} steps")
     if summary["steps"]:
-        print(f"  reward      {sparkline(summary['reward_by_step'])}")
-        print(f"  training    {summary['seconds']:.0f} s, {summary['seconds_per_step']:.2f} s per step")
-    for when in ("before", "after"):
-        found = summary[f"heldout_{when}"]
-        if found and found["success"] is not None:
-            low, high = found["interval"]
-            print(f"  held-out    {found['success']:.3f} [{low:.3f}, {high:.3f}] {when}, {found['attempts']} attempts")
-    print(f"  memory      {summary['peak_rss_gib']:.1f} GiB at most, all processes")
+        print(f"  reward           {sparkline(summary['reward_by_step'])}")
+        print(f"  training         {summary['seconds']:.0f} s, {summary['seconds_per_step']:.2f} s per step")
+    for name, label in EVALUATIONS.items():
+        for when in ("before", "after"):
+            found = summary.get(f"{name}_{when}")
+            if found and found["success"] is not None:
+                low, high = found["interval"]
+                print(
+                    f"  {label:16} {found['success']:.3f} [{low:.3f}, {high:.3f}] {when}, {found['attempts']} attempts"
+                )
+    print(f"  memory           {summary['peak_rss_gib']:.1f} GiB at most, all processes")
     if drawn:
-        print(f"  picture     {path / 'reward.png'}")
-    print(f"  everything  {path}")
+        print(f"  picture          {path / 'reward.png'}")
+    print(f"  everything       {path}")
     if summary["end"] != "finished":
-        print(f"  to go on    rlcore train --resume {path}")
+        print(f"  to go on         rlcore train --resume {path}")
