@@ -108,7 +108,7 @@ async def train(
     except asyncio.CancelledError:
         run.end = "interrupted"
         raise
-    except Exception as error:  # noqa: BLE001 - every failure is written into the summary, then raised
+    except Exception as error:
         failure = _first(error)
         run.end = f"failed: {failure}"
         if failure is error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ def sparkline(values: Sequence[float | None], width: int = 60) -> str:
     """
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
-        values = [_mean(values[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+        values = [_mean(values[a:b]) for a, b in pairwise(edges)]
     present = [v for v in values if v is not None]
     if not present:
         return ""
