@@ -53,6 +53,7 @@ __all__ = [
     "PolicyClient",
     "Recipe",
     "Renderer",
+    "RoutingClient",
     "Sandbox",
     "SandboxBackend",
     "Session",
@@ -121,6 +122,15 @@ class PolicyClient(Protocol):
 
     async def aclose(self) -> None:
         """Abort what is open and close the connections."""
+        ...
+
+
+@runtime_checkable
+class RoutingClient(Protocol):
+    """What a policy client may have beside: it keeps each session on one of several engines."""
+
+    def release(self, session_id: str) -> None:
+        """A session ended: its engine has room for another. Unknown ids are fine."""
         ...
 
 

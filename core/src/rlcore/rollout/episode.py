@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from time import monotonic
 
@@ -61,9 +61,9 @@ class EpisodeRunner:
             leased = nullcontext() if task.sandbox is None else self.open_sandbox(task.sandbox, task.id)
             async with leased as sandbox:
                 clock.lap("reset")
-                session = self.open_session(trajectory_id, replace(self.budget, seconds=seconds))
-                await self._play(task, _Episode(session, sandbox), seconds, trajectory)
-                trajectory.turns = list(session.turns)
+                with closing(self.open_session(trajectory_id, replace(self.budget, seconds=seconds))) as session:
+                    await self._play(task, _Episode(session, sandbox), seconds, trajectory)
+                    trajectory.turns = list(session.turns)
                 clock.lap("agent")
                 await self._judge(task, sandbox, trajectory)
                 clock.lap("verify")

@@ -12,7 +12,7 @@ from time import monotonic
 from zlib import crc32
 
 from rlcore.errors import InfraError, PolicyUnavailable, Throttled
-from rlcore.protocols import PolicyClient, Renderer
+from rlcore.protocols import PolicyClient, Renderer, RoutingClient
 from rlcore.rollout.budget import BudgetExhausted, Meter
 from rlcore.rollout.ledger import RequestLedger
 from rlcore.rollout.render import visible
@@ -139,6 +139,11 @@ class Session:
         )
         self._meter.close_turn(_context(request, completion))
         return Reply(text=visible(completion.text), finish_reason=completion.finish_reason, message=said)
+
+    def close(self) -> None:
+        """The attempt is over: the client may give the session's engine to another."""
+        if isinstance(self._client, RoutingClient):
+            self._client.release(self._id)
 
     def _observe(self, new_messages: Sequence[Message]) -> None:
         if self._turns:
