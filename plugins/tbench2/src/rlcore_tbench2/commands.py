@@ -188,7 +188,8 @@ def oracle(
     from rlcore_tbench2.grader import TestsGrader
     from rlcore_tbench2.oracle import run_oracle
 
-    plugins = (context.obj if isinstance(context.obj, Globals) else Globals(context.obj)).plugins
+    known: Globals = context.obj
+    plugins = known.plugins
     given = _options(sets)
     backend_class = plugins.load("sandbox", sandbox)
     backend = backend_class(_build(options_class(plugins, "sandbox", sandbox), given["sandbox"], "sandbox"))

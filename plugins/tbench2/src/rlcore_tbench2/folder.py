@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -330,13 +331,12 @@ def _instructions(dockerfile: str) -> list[list[str]]:
     )
     found = []
     for line in text.splitlines():
-        if re.match(r"\s*(COPY|ADD)\s+\[", line, re.IGNORECASE):
-            line = re.sub(r'[\[\],"]', " ", line)
+        form = re.match(r"\s*(COPY|ADD)\s+((?:--\S+\s+)*)(\[.*\])\s*$", line, re.IGNORECASE)
         try:
-            words = shlex.split(line)
+            words = shlex.split(line) if form is None else [form[1], *form[2].split(), *json.loads(form[3])]
         except ValueError:
             continue
-        if words:
+        if words and all(isinstance(word, str) for word in words):
             found.append(words)
     return found
 

@@ -34,7 +34,7 @@ def parse_json(data: bytes) -> dict[str, float]:
     if not text.strip():
         raise RewardError("reward.json is empty")
     try:
-        value: Any = json.loads(text, object_pairs_hook=_unique)
+        value: Any = json.loads(text, object_pairs_hook=_unique, parse_int=float)
     except (json.JSONDecodeError, RecursionError) as error:
         raise RewardError(f"reward.json is not JSON: {error}") from error
     if not isinstance(value, dict):
