@@ -1,1 +1,26 @@
-"""The conformance kit: what a plugin's own tests subclass or call to show that it keeps its contract."""
+"""The conformance kit: what a plugin's own tests subclass or call to show that it keeps its contract.
+
+Needs ``rlcore[testing]`` (pytest, hypothesis); the kits of the objective need torch too, and only when they run.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_WHERE = {
+    "AdvantageConformance": "rlcore.testing.advantage",
+    "CorrectionConformance": "rlcore.testing.correction",
+    "LossConformance": "rlcore.testing.loss",
+    "Token": "rlcore.testing._rows",
+    "capped_exp": "rlcore.testing._rows",
+}
+
+__all__ = list(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    """Each kit is imported when it is asked for."""
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)
