@@ -6,12 +6,23 @@ Needs ``rlcore[testing]`` (pytest, hypothesis); the kits of the objective need t
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlcore.testing._rows import Token as Token
+    from rlcore.testing._rows import capped_exp as capped_exp
+    from rlcore.testing.advantage import AdvantageConformance as AdvantageConformance
+    from rlcore.testing.agent import AgentLoopConformance as AgentLoopConformance
+    from rlcore.testing.correction import CorrectionConformance as CorrectionConformance
+    from rlcore.testing.loss import LossConformance as LossConformance
+    from rlcore.testing.policy import PolicyClientConformance as PolicyClientConformance
 
 _WHERE = {
     "AdvantageConformance": "rlcore.testing.advantage",
+    "AgentLoopConformance": "rlcore.testing.agent",
     "CorrectionConformance": "rlcore.testing.correction",
     "LossConformance": "rlcore.testing.loss",
+    "PolicyClientConformance": "rlcore.testing.policy",
     "Token": "rlcore.testing._rows",
     "capped_exp": "rlcore.testing._rows",
 }
