@@ -34,7 +34,7 @@ from rlcore.rollout.order import TaskOrder
 from rlcore.rollout.publish import publish
 from rlcore.rollout.scheduler import Scheduler
 from rlcore.rollout.session import Session
-from rlcore.types import Budget, EndReason, Group, RunContext, Sampling, Task, Trajectory
+from rlcore.types import Budget, FinishReason, Group, RunContext, Sampling, Task, Trajectory, Turn
 
 __all__ = ["Progress", "train"]
 
@@ -499,7 +499,7 @@ def _rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, Any]:
         "success": _mean([float(reward >= 1) for reward in scored]),
         "no_verdict": 1 - len(scored) / len(attempts),
         "zero_variance": _mean([float(len({r for r in g.rewards if r is not None}) < 2) for g in groups]),
-        "truncated": ends[EndReason.LENGTH] / len(attempts),
+        "truncated": _mean([float(any(_cut(turn) for turn in t.turns)) for t in attempts]),
         "tokens_per_attempt": _mean(lengths),
         "tokens_per_attempt/max": max(lengths),
         "turns": _mean([len(t.turns) for t in attempts]),
@@ -508,6 +508,10 @@ def _rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, Any]:
         **{f"end/{end}": count / len(attempts) for end, count in sorted(ends.items())},
         **{f"seconds/{part}": seconds for part, seconds in _part_means(attempts)},
     }
+
+
+def _cut(turn: Turn) -> bool:
+    return turn.completion.finish_reason is FinishReason.LENGTH
 
 
 def _part_means(attempts: Sequence[Trajectory]) -> Iterator[tuple[str, float | None]]:

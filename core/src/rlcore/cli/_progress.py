@@ -24,7 +24,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward", "reward", ".3f"),
     ("success", "success", ".2f"),
     ("k3", "k3", ".4f"),
-    ("clip", "clip_fraction", ".3f"),
+    ("clip", "loss/clip_fraction", ".3f"),
     ("ESS", "ess", ".3f"),
     ("tokens", "tokens_per_attempt", ".1f"),
     ("cut", "truncated", ".2f"),
