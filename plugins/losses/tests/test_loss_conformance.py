@@ -3,7 +3,6 @@
 import math
 
 import pytest
-
 from rlcore.testing import LossConformance, capped_exp
 from rlcore_losses.decoupled import Decoupled
 from rlcore_losses.losses import CISPO, DPPOKL, DPPOTV, SAPO, CrossEntropy, PPOClip, Reinforce
