@@ -5,16 +5,33 @@ B rows of a forward, L positions in each, S scores (distinct pairs of a prefix a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from rlcore_engine.trie import build_trie
+from rlcore_engine.trie import TokenTrie, build_trie
 
-__all__ = ["Layout", "padded", "shared"]
+__all__ = ["Block", "Layout", "packed", "padded", "shared", "useful"]
 
 Array = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Consecutive positions and all that they see.
+
+    Attributes:
+        start: first query.
+        stop: behind the last query.
+        keys: ``[m]`` int64 positions that any of them sees.
+        visible: ``[b, m]`` bool.
+    """
+
+    start: int
+    stop: int
+    keys: Array
+    visible: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +41,7 @@ class Layout:
     Attributes:
         token_ids: ``[B, L]`` int64.
         positions: ``[B, L]`` int64.
-        attention: ``[L, L]`` bool, true where a query sees a key (B is 1), or ``None``: plain causal.
+        trie: what the L positions see of each other (B is 1), or ``None``: plain causal.
         sources: ``[S]`` int64 index into the ``B * L`` hidden states: what predicts.
         targets: ``[S]`` int64 token: what is predicted.
         scores: ``[M]`` int64 index into S for every masked token, row by row.
@@ -32,7 +49,7 @@ class Layout:
 
     token_ids: Array
     positions: Array
-    attention: Array | None
+    trie: TokenTrie | None
     sources: Array
     targets: Array
     scores: Array
@@ -42,10 +59,20 @@ class Layout:
         """Positions that are computed."""
         return int(self.token_ids.size)
 
+    def blocks(self, size: int) -> Iterator[Block]:
+        """The positions of a trie in blocks of at most ``size`` queries, with the keys that each sees and no others."""
+        if self.trie is None:
+            raise ValueError("only a trie has blocks")
+        for start in range(0, len(self.trie), size):
+            stop = min(start + size, len(self.trie))
+            keys = np.concatenate([self.trie.path(start), np.arange(start, stop)])
+            yield Block(start, stop, keys, self.trie.mask(start, stop, keys))
+
 
 def useful(token_ids: Sequence[int], mask: Sequence[bool]) -> int:
     """How many tokens of a row must be computed: those before its last masked one."""
-    return int(np.flatnonzero(np.asarray(mask))[-1]) if any(mask) else 0
+    trained = np.flatnonzero(np.asarray(mask))
+    return int(trained[-1]) if len(trained) else 0
 
 
 def padded(rows: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> Layout:
@@ -53,27 +80,38 @@ def padded(rows: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> La
     lengths = [useful(row, mask) for row, mask in zip(rows, masks, strict=True)]
     width = max(lengths)
     token_ids = np.zeros((len(rows), width), np.int64)
-    sources, targets = [], []
-    for n, (row, mask, length) in enumerate(zip(rows, masks, lengths, strict=True)):
+    for n, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         token_ids[n, :length] = row[:length]
-        trained = np.flatnonzero(np.asarray(mask))
-        sources.append(n * width + trained - 1)
-        targets.append(np.asarray(row, np.int64)[trained])
-    source, target = np.concatenate(sources), np.concatenate(targets)
     positions = np.broadcast_to(np.arange(width), token_ids.shape).copy()
-    return Layout(token_ids, positions, None, source, target, np.arange(len(source)))
+    nodes = np.arange(token_ids.size).reshape(token_ids.shape)
+    return Layout(token_ids, positions, None, *_scores(rows, masks, nodes))
+
+
+def packed(rows: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> Layout:
+    """Rows one behind the other, none merged: for a forward that takes a trie."""
+    lengths = np.asarray([useful(row, mask) for row, mask in zip(rows, masks, strict=True)])
+    stops = np.cumsum(lengths)
+    nodes = tuple(np.arange(stop - length, stop) for stop, length in zip(stops, lengths, strict=True))
+    token_ids = np.concatenate([np.asarray(row, np.int64)[:length] for row, length in zip(rows, lengths, strict=True)])
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    parents = np.where(positions > 0, np.arange(len(positions)) - 1, -1)
+    trie = TokenTrie(token_ids, parents, positions, np.repeat(stops, lengths), nodes)
+    return Layout(token_ids[None], positions[None], trie, *_scores(rows, masks, nodes))
 
 
 def shared(rows: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> Layout:
     """Rows merged in a token trie: each prefix is one chain of positions, whichever rows and groups have it."""
     trie = build_trie([row[: useful(row, mask)] for row, mask in zip(rows, masks, strict=True)])
-    parents, tokens = [], []
-    for row, mask, nodes in zip(rows, masks, trie.row_nodes, strict=True):
+    return Layout(trie.token_ids[None], trie.positions[None], trie, *_scores(rows, masks, trie.row_nodes))
+
+
+def _scores(rows: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], nodes: Sequence[Array]) -> Any:
+    """Distinct sources and targets, and the number of theirs for each masked token."""
+    sources, targets = [], []
+    for row, mask, places in zip(rows, masks, nodes, strict=True):
         trained = np.flatnonzero(np.asarray(mask))
-        parents.append(nodes[trained - 1])
-        tokens.append(np.asarray(row, np.int64)[trained])
-    pairs = np.stack([np.concatenate(parents), np.concatenate(tokens)], axis=1)
-    scores, index = np.unique(pairs, axis=0, return_inverse=True)
-    return Layout(
-        trie.token_ids[None], trie.positions[None], trie.mask(), scores[:, 0], scores[:, 1], index.reshape(-1)
-    )
+        sources.append(places[trained - 1])
+        targets.append(np.asarray(row, np.int64)[trained])
+    pairs = np.stack([np.concatenate(sources), np.concatenate(targets)], axis=1)
+    distinct, index = np.unique(pairs, axis=0, return_inverse=True)
+    return distinct[:, 0], distinct[:, 1], index.reshape(-1)

@@ -13,6 +13,7 @@ import torch
 from rlcore.errors import ConfigError
 from rlcore_losses.logprob_head import selective_logprobs
 
+from rlcore_torch import llama
 from rlcore_torch.layout import Layout, padded, shared
 
 __all__ = ["CausalModel", "compute_dtype"]
@@ -26,6 +27,9 @@ _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json"
 
 _ATTENTION_SLOWNESS = 4.0
 """How much longer an operation takes in attention with a mask than in a matrix product (measured, forward + backward)."""
+
+_BLOCK = 384
+"""Queries of one block of attention in the fast forward."""
 
 _SMALL = 256
 """Hidden sizes below this compute in float32 by default: their matrices are too small for bfloat16 to pay."""
@@ -50,6 +54,7 @@ class CausalModel:
     differs is not used (sliding windows, recurrent layers, scaled or capped logits), and a line in the log says so.
 
     Attributes:
+        fast: whether merged layouts run in the forward of :mod:`rlcore_torch.llama`.
         can_share: whether the model may see :func:`~rlcore_torch.layout.shared` layouts.
         reach: longest row for which that is true, or ``None``: any.
         pair_cost: see :func:`~rlcore_torch.plan.plan`.
@@ -73,7 +78,9 @@ class CausalModel:
         self.hidden_size = int(text.hidden_size)
         self.reach = _attention_window(text)
         self.pair_cost = _pair_cost(self._body, self.hidden_size)
+        self._recompute = gradient_checkpointing
         self.can_share = True
+        self.fast = llama.fits(self.module) and self._head is not None
         self._probe()
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -115,9 +122,12 @@ class CausalModel:
         """``[B * L, D]`` hidden states, or logits if the output embedding cannot be applied from outside."""
         token_ids = torch.from_numpy(layout.token_ids).to(self.device)
         positions = torch.from_numpy(layout.positions).to(self.device)
+        if self.fast and layout.trie is not None:
+            blocks = list(layout.blocks(_BLOCK))
+            return llama.hidden_states(self.module, token_ids[0], positions[0], blocks, self._recompute)
         mask = None
-        if layout.attention is not None:
-            visible = torch.from_numpy(layout.attention).to(self.device)
+        if layout.trie is not None:
+            visible = torch.from_numpy(layout.trie.mask()).to(self.device)
             mask = torch.zeros(visible.shape, dtype=self.module.dtype, device=self.device)
             mask = mask.masked_fill_(~visible, float("-inf"))[None, None]
         model = self.module if self._head is None else self._body
@@ -132,15 +142,22 @@ class CausalModel:
         if self._head is not None and not _close(self._gathered(padded(rows, masks)), reference):
             _log.info("%s: log-probs need the model's own logits (%s)", self.path, type(self.module).__name__)
             self._head = None
+        if self.fast and not _close(self._gathered(shared(rows, masks)), reference):
+            _log.warning("%s: the fast forward differs from transformers'; it is not used", self.path)
+            self.fast = False
+        if not self.fast:
+            self.can_share = self._takes_masks(rows, masks, reference)
+
+    def _takes_masks(self, rows: list[list[int]], masks: list[list[bool]], reference: Tensor) -> bool:
+        name = type(self.module).__name__
         try:
             same = _close(self._gathered(shared(rows, masks)), reference)
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
-            _log.info("%s: %s does not take an attention mask: %s", self.path, type(self.module).__name__, error)
+            _log.info("%s: %s does not take an attention mask: %s", self.path, name, error)
             same = False
         if not same:
-            _log.warning("%s: %s cannot share prefixes; rows are computed one by one", self.path,
-                         type(self.module).__name__)  # fmt: skip
-            self.can_share = False
+            _log.warning("%s: %s cannot share prefixes; rows are computed side by side", self.path, name)
+        return same
 
     def _plain(self, row: list[int]) -> Tensor:
         """``[T]`` log-prob of each token of one row by the model's ordinary forward; 0 for the first."""
