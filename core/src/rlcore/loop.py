@@ -254,6 +254,7 @@ class _Run:
             samples_per_task=rollout.samples_per_task,
             in_flight=rollout.in_flight,
             max_age=rollout.max_age,
+            steps=self.config.run.steps - self.state.step,
             attempt_retries=rollout.attempt_retries,
             min_group=rollout.min_group,
             life=self.state.life,

@@ -33,6 +33,7 @@ class Scheduler:
         samples_per_task: attempts per group (G).
         in_flight: attempts at the same time.
         max_age: steps that rollout may run ahead of training.
+        steps: steps that are still to come: no group is begun that none of them would take.
         attempt_retries: times that an attempt which the infrastructure ended is made again.
         min_group: attempts with a verdict that a group needs.
         life: how often the run was resumed; keeps the ids of attempts that are made again unique.
@@ -49,6 +50,7 @@ class Scheduler:
         samples_per_task: int,
         in_flight: int,
         max_age: int,
+        steps: int,
         attempt_retries: int,
         min_group: int,
         life: int,
@@ -66,6 +68,7 @@ class Scheduler:
         self._attempted = attempted
         self._finished = finished
         self._allowed = (1 + max_age) * tasks_per_step
+        self._needed = steps * tasks_per_step
         self._begun = 0
         self._gate = asyncio.Event()
         self._errors_in_a_row = 0
@@ -77,7 +80,7 @@ class Scheduler:
         """Produce until cancelled; an error in any attempt's machinery ends it with that error."""
         async with asyncio.TaskGroup() as groups:
             while True:
-                while self._begun >= self._allowed:
+                while self._begun >= min(self._allowed, self._needed):
                     self._gate.clear()
                     await self._gate.wait()
                 self._begun += 1
@@ -103,6 +106,7 @@ class Scheduler:
         """Account for a group that is not trained, and let another take its place."""
         self.dropped[cause] += 1
         self._order.finish(self._positions.pop(group.id))
+        self._needed += 1
         self._allow(1)
 
     async def _make_group(self, position: int, task: Task) -> None:
