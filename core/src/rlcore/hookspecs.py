@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pluggy
 
 if TYPE_CHECKING:
-    import typer
-
+    from rlcore.cli.app import CommandGroup
     from rlcore.config import RunConfig
     from rlcore.types import Group, Problem, Trajectory
 
@@ -121,8 +120,11 @@ def rlcore_register_trackers(register: Register) -> None:
 
 
 @hookspec
-def rlcore_add_commands(group: typer.Typer) -> None:
-    """Add commands to the ``rlcore`` command; called once at start, so import nothing heavy."""
+def rlcore_add_commands(group: CommandGroup) -> None:
+    """Add commands: ``group.lazy("serve", "rlcore_engine.cli:serve", "Serve a model over HTTP.")``.
+
+    Called at every start; the target is imported when the command is used (see ``rlcore.cli.COMMANDS``).
+    """
 
 
 @hookspec(historic=True)

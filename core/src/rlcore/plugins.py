@@ -26,8 +26,7 @@ from rlcore import hookspecs
 from rlcore.errors import ConfigError, PluginError, RlcoreError
 
 if TYPE_CHECKING:
-    import typer
-
+    from rlcore.cli.app import CommandGroup
     from rlcore.config import RunConfig
     from rlcore.types import Problem
 
@@ -334,7 +333,7 @@ class Plugins:
             for problem in self._ask(implementation, {"config": config}) or ()
         ]
 
-    def add_commands(self, group: typer.Typer) -> None:
+    def add_commands(self, group: CommandGroup) -> None:
         """Let plugins add their commands; one that fails is reported and leaves the others alone."""
         for implementation in self._implementations("rlcore_add_commands"):
             try:
