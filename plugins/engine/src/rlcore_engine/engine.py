@@ -6,10 +6,12 @@ import asyncio
 import random
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
+from rlcore.config import Secret
 from rlcore.errors import ConfigError, PolicyUnavailable
 from rlcore.types import Array, RunContext, Sampling
 
@@ -47,15 +49,21 @@ class EmbeddedEngine:
         prefix_tokens: int = Field(8192, ge=0, description="tokens of finished requests that later prompts may reuse")
         chunk_tokens: int = Field(512, ge=1, description="prompt tokens computed between two decode steps")
         threads: int | None = Field(None, ge=1, description="threads of torch; unset: torch's own choice")
+        port: int | None = Field(
+            None, ge=0, le=65535, description="also serve HTTP on this port of the loopback interface; 0: a free one"
+        )
+        key: Secret | None = Field(None, description="key that HTTP clients must send; {env = NAME} or {file = PATH}")
 
     def __init__(self, config: Config) -> None:
         """Nothing is loaded before :meth:`start`."""
         self.config = config
         self.path: Path | None = None
+        self.url: str | None = None
         self.renderer: ChatRenderer | None = None
         self._stop_ids: frozenset[int] = frozenset()
         self._seeds = random.Random()
         self._worker: Worker | None = None
+        self._http = AsyncExitStack()
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -63,13 +71,19 @@ class EmbeddedEngine:
         """Load ``context.model["path"]`` and begin to serve as version 0.
 
         Raises:
-            ConfigError: no path, or nothing that can be served there.
+            ConfigError: no path, nothing that can be served there, or the port is in use.
         """
         if not context.model.get("path"):
             raise ConfigError("model.path is not set: the embedded engine needs a folder in Hugging Face format")
         self.path = Path(context.model["path"])
         self._seeds = random.Random(context.seed)
         await asyncio.to_thread(self._load, self.config.dtype or context.model.get("dtype", "auto"))
+        if self.config.port is not None:
+            from rlcore_engine.http.app import serving
+
+            key = self.config.key.read() if self.config.key else None
+            name = self.path.resolve().name
+            self.url = await self._http.enter_async_context(serving(self, name=name, port=self.config.port, key=key))
 
     def _load(self, dtype: str) -> None:
         from rlcore_engine.models import load_model
@@ -95,7 +109,11 @@ class EmbeddedEngine:
         self._worker = Worker(model, slots=config.slots, queue=config.queue, threads=config.threads)
 
     async def aclose(self) -> None:
-        """Abort what runs, end the thread and free the model."""
+        """Abort what runs, free the port, end the thread and free the model."""
+        if self._worker is not None:
+            self._worker.abort(None)
+        await self._http.aclose()
+        self.url = None
         worker, self._worker = self._worker, None
         if worker is not None:
             await asyncio.to_thread(worker.stop)
@@ -121,9 +139,7 @@ class EmbeddedEngine:
             PolicyUnavailable: bad prompt, id in use, or the engine failed.
             Throttled: too many requests wait.
         """
-        async for request in self._run(prompt_ids, every_token=False, **options):
-            pass
-        return request
+        return [request async for request in self._run(prompt_ids, every_token=False, **options)][-1]
 
     async def stream(self, prompt_ids: Sequence[int], **options: Any) -> AsyncIterator[Request]:
         """The same request again and again, each time with more tokens, at last with ``finish``; see :meth:`generate`."""

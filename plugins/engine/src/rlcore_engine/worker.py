@@ -26,6 +26,8 @@ __all__ = ["Request", "Stats", "Worker"]
 
 GATHER_SECONDS = 0.002
 """An idle worker waits so long after a request for the others that were sent with it: they share their prefill."""
+COLD = 1e-5
+"""Below this temperature sampling is greedy: dividing by it would overflow."""
 
 Result = TypeVar("Result")
 
@@ -305,7 +307,8 @@ class Worker:
         requests = self._active[first:]
         for request in requests:
             if request.rule is None:
-                request.rule = Rule(request.temperature, request.top_p, request.top_k, random.Random(request.seed))
+                heat = request.temperature if request.temperature >= COLD else 0.0
+                request.rule = Rule(heat, request.top_p, request.top_k, random.Random(request.seed))
         tokens, logprobs = sample(logits, [request.rule for request in requests])
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
             if logprob != logprob:

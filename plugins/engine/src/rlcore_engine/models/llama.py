@@ -19,7 +19,7 @@ from rlcore_engine.trie import TokenTrie, build_trie
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["LlamaSide", "unsupported"]
+__all__ = ["LlamaSide", "read_safetensors", "unsupported"]
 
 _FAMILY = ("llama", "qwen2")
 _ROTARY = ("default", "linear", "llama3")
@@ -112,7 +112,7 @@ class LlamaSide:
         self._rotate = _rotary_table(config, self.context_length, dtype)
         shape = (config.num_hidden_layers, 0, self._kv_heads, 0, self._head_dim)
         self._keys, self._values = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
-        self.load(_read_safetensors(folder))
+        self.load(read_safetensors(folder))
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -417,11 +417,14 @@ def _rotary_table(config: Any, length: int, dtype: torch.dtype) -> Tensor:
     return torch.cat([cosine[0], signed], -1).to(dtype)[:, None]
 
 
-def _read_safetensors(folder: Path) -> Iterable[tuple[str, Tensor]]:
+def read_safetensors(folder: Path) -> Iterable[tuple[str, Tensor]]:
     """Every tensor of a folder's safetensors files; rotary tables of old checkpoints are left out."""
     from safetensors import SafetensorError, safe_open
 
-    for path in sorted(folder.glob("*.safetensors")):
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ConfigError(f"no safetensors files in {folder}")
+    for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
