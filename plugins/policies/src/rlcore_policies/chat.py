@@ -68,7 +68,8 @@ class OpenAIClient:
             base_url=self._config.base_url,
             api_key=self._key(),
             max_retries=0,
-            http_client=DefaultAsyncHttpxClient(trust_env=False),  # its pool takes 1,000 connections
+            # its pool takes 1,000 connections; a request that follows a redirect is a request sent twice
+            http_client=DefaultAsyncHttpxClient(trust_env=False, follow_redirects=False),
         )
         if self._model is None:
             self._model = await self._only_model()
