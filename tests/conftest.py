@@ -12,7 +12,7 @@ import pytest
 from rlcore_quickstart import tiny_model_path
 
 ENVIRONMENT = '''
-"""Say as many "e" as you can: an agent loop with a reward of its own and no sandbox."""
+"""Say as many different letters as you can: an agent loop with a reward of its own and no sandbox."""
 import asyncio
 import os
 import time
@@ -30,7 +30,7 @@ class Tasks:
         self.count = config.count
 
     def load(self):
-        return [Task(f"say-{n}", (Message("user", f"say e {n}"),)) for n in range(self.count)]
+        return [Task(f"say-{n}", (Message("user", f"say {n}"),)) for n in range(self.count)]
 
 
 class Say:
@@ -44,7 +44,7 @@ class Say:
     async def run(self, task, episode):
         reply = await episode.session.ask(task.messages)
         await asyncio.sleep(self.config.seconds)
-        reward = reply.text.count("e") / 8 if self.config.reward is None else self.config.reward
+        reward = len(set(reply.text)) / 12 if self.config.reward is None else self.config.reward
         return AgentResult("done", reward=reward)
 
 
