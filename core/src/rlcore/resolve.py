@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, U
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 
-from rlcore.config import Offered, RunConfig
+from rlcore.config import EvaluationConfig, Offered, RunConfig
 from rlcore.errors import ConfigError, PluginError, RlcoreError
 from rlcore.plugins import Plugins, canonical, nearest, reason
 from rlcore.protocols import Recipe
@@ -23,7 +23,16 @@ from rlcore.protocols import Recipe
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-__all__ = ["Layer", "Resolved", "file_layer", "offered_sections", "options_class", "resolve", "set_layer"]
+__all__ = [
+    "Layer",
+    "Resolved",
+    "file_layer",
+    "offered_sections",
+    "options_class",
+    "resolve",
+    "resolve_evaluation",
+    "set_layer",
+]
 
 Key: TypeAlias = tuple[str, ...]
 """A key in its parts: ``("loss", "clip_low")``."""
@@ -134,9 +143,9 @@ def resolve(
         return Resolved(merged.config(), None, None, merged.dotted())
     options = merged.options(("recipe",), "recipe", section)
     merged.fail()
-    offer = plugins.offer("recipe", section["name"])
+    offer = plugins.offer("recipe", name := _read(section["name"], str))
     try:
-        built: Recipe = plugins.load("recipe", section["name"])(options)
+        built: Recipe = plugins.load("recipe", name)(options)
         defaults = {} if complete else built.configuration()
     except RlcoreError:
         raise
@@ -146,8 +155,19 @@ def resolve(
     return Resolved(merged.config(), offer.name, built, merged.dotted())
 
 
+def resolve_evaluation(plugins: Plugins, layers: Sequence[Layer]) -> EvaluationConfig:
+    """The configuration of an evaluation outside a run; later layers win.
+
+    Raises:
+        ConfigError: every error of every section, with key, source and nearest valid name.
+    """
+    config = _Merged(plugins, layers, EvaluationConfig).config()
+    assert isinstance(config, EvaluationConfig)
+    return config
+
+
 @cache
-def offered_sections() -> Mapping[Key, str]:
+def offered_sections(schema: type[BaseModel] = RunConfig) -> Mapping[Key, str]:
     """The sections that name an offered class, with its kind; ``trackers`` is a list of them."""
 
     def find(model: type[BaseModel], at: Key) -> Iterator[tuple[Key, str]]:
@@ -158,7 +178,7 @@ def offered_sections() -> Mapping[Key, str]:
                 elif isinstance(arm, type) and issubclass(arm, BaseModel):
                     yield from find(arm, (*at, name))
 
-    return dict(find(RunConfig, ()))
+    return dict(find(schema, ()))
 
 
 def options_class(plugins: Plugins, kind: str, name: str) -> type[BaseModel]:
@@ -179,8 +199,11 @@ def options_class(plugins: Plugins, kind: str, name: str) -> type[BaseModel]:
 class _Merged:
     """Layers laid over each other: their values, where each came from, and what is wrong with them."""
 
-    def __init__(self, plugins: Plugins, layers: Sequence[Layer]) -> None:
+    def __init__(
+        self, plugins: Plugins, layers: Sequence[Layer], schema: type[RunConfig] | type[EvaluationConfig] = RunConfig
+    ) -> None:
         self.plugins = plugins
+        self.schema = schema
         self.values: dict[str, Any] = {}
         self.sources: dict[Key, str] = {}
         self.errors: list[str] = []
@@ -188,14 +211,14 @@ class _Merged:
             self._lay(layer)
 
     def _lay(self, layer: Layer) -> None:
-        for key in offered_sections():
+        for key in offered_sections(self.schema):
             old, new = _get(self.values, (*key, "name")), _get(layer.values, (*key, "name"))
             if isinstance(old, str) and isinstance(new, str) and not _same_name(old, new):
                 _get(self.values, key).clear()
                 _forget(self.sources, key)
         _merge(self.values, layer.values, (), layer.source, layer.sources, self.sources)
 
-    def config(self) -> RunConfig:
+    def config(self) -> Any:
         """Validate everything.
 
         Raises:
@@ -208,20 +231,20 @@ class _Merged:
             options[key] = found = self.options(key, kind, section)
             return {"name": _read(section.get("name", "?"), str), **(_dump(found) if found else {})}
 
-        for key, kind in offered_sections().items():
-            section, default = _get(values, key), RunConfig.model_fields[key[0]].default
+        for key, kind in offered_sections(self.schema).items():
+            section, default = _get(values, key), self.schema.model_fields[key[0]].default
             if section is None and isinstance(default, Offered):
                 section = {"name": default.name}
             if isinstance(section, dict):
                 parent = _get(values, key[:-1])
                 parent[key[-1]] = named(key, kind, section)
-        trackers = _read(values.get("trackers", []), list)
+        trackers = _read(values.get("trackers"), list)
         if isinstance(trackers, list):
             values["trackers"] = [
                 named(("trackers", str(number)), "tracker", section) if isinstance(section, dict) else section
                 for number, section in enumerate(trackers)
             ]
-        config = self._validate(RunConfig, values, ())
+        config = self._validate(self.schema, values, ())
         self.fail()
         assert config is not None
         for key, instance in options.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print(f"rlcore {__version__}")
         sys.exit(0)
     early = _Early(traceback="--traceback" in arguments)
+    usual, warnings.formatwarning = warnings.formatwarning, _one_line
     try:
         early = _read_early(arguments)
         sys.exit(_run(early))
@@ -83,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         status, message = _explain(error)
         print(message, file=sys.stderr)
         sys.exit(status)
+    finally:
+        warnings.formatwarning = usual
 
 
 def _run(early: _Early) -> int:
@@ -150,6 +154,10 @@ def _explain_usage(error: Any) -> str:
         options += getattr(context.command, "recipe_options", ())
         message += nearest(error.option_name, [option for option in options if option.startswith("--")])
     return f"rlcore: error: {message}\ntry '{context.command_path} --help'"
+
+
+def _one_line(message: Warning | str, *_: Any, **__: Any) -> str:
+    return f"rlcore: warning: {message}\n"
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

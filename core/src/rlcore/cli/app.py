@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from rlcore import __version__
 from rlcore.cli import COMMANDS
 from rlcore.errors import PluginError
-from rlcore.plugins import nearest
+from rlcore.plugins import nearest, reason
 
 if TYPE_CHECKING:
     from rlcore.plugins import Plugins
@@ -103,7 +103,10 @@ def build(plugins: Plugins) -> Any:
 
 def _load(name: str, target: str, line: str) -> Any:
     module, _, attribute = target.partition(":")
-    loaded = getattr(importlib.import_module(module), attribute)
+    try:
+        loaded = getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"command {name!r}: cannot load {target!r}: {reason(error)}") from error
     if not isinstance(loaded, typer.Typer):
         single = typer.Typer(rich_markup_mode=None, add_completion=False)
         single.command(name, cls=_class_of(loaded), epilog=EVERYWHERE)(loaded)
