@@ -81,6 +81,13 @@ class _Started:
     channel: Channel | None = None
     cgroup: ControlGroup = field(default_factory=ControlGroup)
     folder: str | None = None
+    info: int | None = None
+
+    def take_inner(self) -> int | None:
+        """A descriptor of process 1 inside, once the sandbox is ready; ``None`` without bubblewrap."""
+        assert self.info is not None
+        text = os.read(self.info, 4096)
+        return os.pidfd_open(json.loads(text)["child-pid"]) if text else None
 
 
 class LocalBackend:
@@ -142,6 +149,9 @@ class LocalBackend:
         except BaseException:
             await _undone(self._undo(sandbox_id, made))
             raise
+        finally:
+            if made.info is not None:
+                os.close(made.info)
         self._open.add(sandbox)
         return sandbox
 
@@ -235,20 +245,18 @@ class LocalBackend:
             "uid": drop,
             "argv": [*argv, "-I", "-S", "-c", BOOTSTRAP.format(size=len(agent))],
         }
-        inner = await self._spawn(settings, made)
-        assert made.process is not None
-        assert made.process.stdin is not None
-        made.process.stdin.write(agent + json.dumps(conf).encode() + b"\n")
-        made.channel = Channel(made.process, lambda: None)
+        process = await self._spawn(settings, made)
+        assert process.stdin is not None
+        process.stdin.write(agent + json.dumps(conf).encode() + b"\n")
+        made.channel = Channel(process)
         try:
             await asyncio.shield(made.channel.ready.answer)
         except SandboxLost as error:
             raise InfraError(f"the sandbox did not start: {made.channel.complaints() or error}") from None
-        pid = made.process.pid
         record = Record(
             id=sandbox_id,
-            pid=pid,
-            started=started(pid) or 0,
+            pid=process.pid,
+            started=started(process.pid) or 0,
             created=time.time(),
             labels=dict(spec.labels),
             cgroups=tuple(str(one) for one in made.cgroup.folders),
@@ -257,18 +265,18 @@ class LocalBackend:
         self._records.add(record)
         return LocalSandbox(
             sandbox_id,
-            process=made.process,
+            process=process,
             channel=made.channel,
             cgroup=made.cgroup,
-            inner=inner(),
+            inner=made.take_inner(),
             user=(name, uid),
             max_download=self.config.max_download_mb * 1024 * 1024,
             on_closed=functools.partial(self._closed, record),
         )
 
-    async def _spawn(self, settings: dict[str, Any], made: _Started) -> Any:
-        """Start the process; the returned function gives a pid descriptor of the sandbox's process 1, if there is one."""
-        info_read, info_write = os.pipe()
+    async def _spawn(self, settings: dict[str, Any], made: _Started) -> asyncio.subprocess.Process:
+        """Start the process; with bubblewrap, ``made.info`` will say which process is process 1 inside."""
+        made.info, info_write = os.pipe()
         try:
             if self.config.isolation == "bubblewrap":
                 settings["argv"][1:1] = ["--info-fd", str(info_write)]
@@ -283,22 +291,13 @@ class LocalBackend:
                 stderr=subprocess.PIPE,
                 env={},
                 cwd="/",
-                pass_fds=(info_write,),
+                pass_fds=(info_write,) if self.config.isolation == "bubblewrap" else (),
                 start_new_session=True,
                 limit=MAX_HEADER,
             )
-        except BaseException:
-            os.close(info_read)
-            raise
         finally:
             os.close(info_write)
-
-        def inner() -> int | None:
-            text = os.read(info_read, 4096)
-            os.close(info_read)
-            return os.pidfd_open(json.loads(text)["child-pid"]) if text else None
-
-        return inner
+        return made.process
 
     def _bubblewrap(self, spec: SandboxSpec, uid: int, disk: int) -> list[str]:
         assert self._machine is not None

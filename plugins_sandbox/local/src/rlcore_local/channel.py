@@ -30,9 +30,8 @@ class _Pending:
 class Channel:
     """Requests to one agent over the pipes of its process; owns the task that reads the answers."""
 
-    def __init__(self, process: asyncio.subprocess.Process, on_lost: Callable[[], None]) -> None:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self._on_lost = on_lost
         self._pending: dict[int, _Pending] = {}
         self._next = 1
         self._errors = bytearray()
@@ -123,7 +122,6 @@ class Channel:
                 if not pending.answer.done():
                     pending.answer.set_exception(SandboxLost(reason))
                     pending.answer.exception()  # a cancelled caller may never look
-            self._on_lost()
 
     def complaints(self) -> str:
         """The last lines that bubblewrap or the agent wrote to stderr."""
