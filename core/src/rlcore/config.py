@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from rlcore.errors import ConfigError
 
-__all__ = ["Offered", "RunConfig", "Secret", "Section"]
+__all__ = ["EvaluationConfig", "Offered", "RunConfig", "Secret", "Section"]
 
 
 class Section(BaseModel):
@@ -188,3 +188,28 @@ class RunConfig(Section):
     trackers: tuple[Offered, ...] = ()
     launcher: Offered | None = None
     recipe: Offered | None = Field(None, description="the recipe that gave the defaults, and its own options")
+
+
+class AttemptsSection(Section):
+    """The attempts of an evaluation."""
+
+    samples_per_task: int = Field(1, ge=1)
+    in_flight: int = Field(8, ge=1, description="attempts at the same time")
+    retries: int = Field(2, ge=0, description="times that an attempt which the infrastructure ended is made again")
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int = Field(0, description="seed of sampling, for servers that take one")
+
+
+class EvaluationConfig(Section):
+    """An evaluation outside a run (``rlcore eval``)."""
+
+    taskset: Offered
+    agent: Offered
+    grader: Offered | None = None
+    sandbox: Offered | None = None
+    policy: Offered
+    engine: Offered | None = None
+    model: ModelSection = ModelSection()
+    budget: BudgetSection = BudgetSection()
+    attempts: AttemptsSection = AttemptsSection()

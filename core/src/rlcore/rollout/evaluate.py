@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from rlcore.rollout.episode import EpisodeRunner
+from rlcore.rollout.scheduler import INFRASTRUCTURE
 from rlcore.types import Task, Trajectory
 
 __all__ = ["Evaluation", "evaluate", "summarize", "wilson"]
@@ -64,23 +66,39 @@ async def evaluate(
     in_flight: int,
     prefix: str,
     attempted: Callable[[Trajectory], None] = lambda _: None,
+    retries: int = 0,
+    made: Mapping[tuple[str, int], Trajectory] = MappingProxyType({}),
 ) -> Evaluation:
     """Play every task ``samples_per_task`` times, ``in_flight`` at once.
 
-    ``prefix`` makes the ids of the attempts; ``attempted`` is told each attempt as it ends.
+    Args:
+        runner: plays one attempt.
+        tasks: with unique ids.
+        samples_per_task: attempts at each.
+        in_flight: attempts at the same time.
+        prefix: makes the ids of the attempts.
+        attempted: is told each attempt as it ends.
+        retries: times that an attempt which the infrastructure ended is made again; all of them are told, the last counts.
+        made: attempts that were made before, by task and sample: they count and are not made again.
     """
     slots = asyncio.Semaphore(in_flight)
 
     async def play(task: Task, member: int) -> Trajectory:
-        async with slots:
-            group_id = f"{prefix}-{task.id}"
-            trajectory = await runner.run(task, trajectory_id=f"{group_id}-{member}", group_id=group_id)
-        attempted(trajectory)
+        group_id = f"{prefix}-{task.id}"
+        for attempt in range(1 + retries):
+            trajectory_id = f"{group_id}-{member}" + (f"-{attempt}" if attempt else "")
+            async with slots:
+                trajectory = await runner.run(task, trajectory_id=trajectory_id, group_id=group_id)
+            attempted(trajectory)
+            if trajectory.end not in INFRASTRUCTURE:
+                break
         return trajectory
 
+    wanted = [(task, member) for task in tasks for member in range(samples_per_task)]
     async with asyncio.TaskGroup() as attempts:
-        made = [attempts.create_task(play(task, member)) for task in tasks for member in range(samples_per_task)]
-    return summarize(tasks, [attempt.result() for attempt in made])
+        new = [attempts.create_task(play(task, n)) for task, n in wanted if (task.id, n) not in made]
+    old = [made[task.id, n] for task, n in wanted if (task.id, n) in made]
+    return summarize(tasks, [*old, *(attempt.result() for attempt in new)])
 
 
 def summarize(tasks: Sequence[Task], attempts: Iterable[Trajectory]) -> Evaluation:
