@@ -15,7 +15,7 @@ from rlcore.rollout.session import Session
 from rlcore.types import Budget, Completion, FinishReason, ModelRequest, RunContext, Sampling, Task, Trajectory
 from rlcore_local.backend import LocalBackend
 from rlcore_tbench2.agent import TerminalAgent
-from rlcore_tbench2.grader import TestsGrader
+from rlcore_tbench2.grader import TaskGrader
 from rlcore_tbench2.taskset import TaskFolders
 
 BUDGET = Budget(tokens_per_turn=1000, tokens_per_session=100_000, turns=30, seconds=60.0)
@@ -63,8 +63,8 @@ class Played:
 
 
 @pytest.fixture
-async def backend(anyio_backend):
-    backend = LocalBackend(LocalBackend.Config())
+async def backend(anyio_backend, tmp_path):
+    backend = LocalBackend(LocalBackend.Config(state_dir=str(tmp_path / "sandboxes")))
     yield backend
     await backend.aclose()
 
@@ -94,7 +94,7 @@ def play(backend) -> Callable[..., object]:
 
         runner = EpisodeRunner(
             agent=TerminalAgent(TerminalAgent.Config(**(agent or {}))),
-            grader=TestsGrader(TestsGrader.Config(**(grader or {}))),
+            grader=TaskGrader(TaskGrader.Config(**(grader or {}))),
             open_session=lambda name, left: Session(
                 client, ledger=RequestLedger(), session_id=name, sampling=Sampling(), budget=left
             ),

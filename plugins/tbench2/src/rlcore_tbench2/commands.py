@@ -185,7 +185,7 @@ def oracle(
     """
     from rlcore.resolve import options_class
 
-    from rlcore_tbench2.grader import TestsGrader
+    from rlcore_tbench2.grader import TaskGrader
     from rlcore_tbench2.oracle import run_oracle
 
     known: Globals = context.obj
@@ -193,7 +193,7 @@ def oracle(
     given = _options(sets)
     backend_class = plugins.load("sandbox", sandbox)
     backend = backend_class(_build(options_class(plugins, "sandbox", sandbox), given["sandbox"], "sandbox"))
-    grader = TestsGrader(_build(TestsGrader.Config, given["grader"], "grader"))
+    grader = TaskGrader(_build(TaskGrader.Config, given["grader"], "grader"))
     tasks = _taskset(folder, sets).load()
 
     def show(row: Mapping[str, Any], done: int) -> None:

@@ -15,7 +15,7 @@ from rlcore_tbench2.env import filled
 from rlcore_tbench2.rewards import MAX_BYTES, RewardError, parse_json, parse_text
 from rlcore_tbench2.stage import root_exec, without_carriage_returns
 
-__all__ = ["TestsGrader"]
+__all__ = ["TaskGrader"]
 
 LOGS = "/logs/verifier"
 TESTS = "/tests"
@@ -45,7 +45,7 @@ done 2>/dev/null
 (the keep-alive of a container)."""
 
 
-class TestsGrader:
+class TaskGrader:
     """Stages ``tests/`` for the verify window, runs ``test.sh`` in the working directory, reads what it wrote.
 
     Nothing of an earlier verdict counts: ``/tests`` and ``/logs/verifier`` are wiped right before, the tests come from
@@ -89,12 +89,13 @@ class TestsGrader:
             trajectory.info["verifier"] = log
             raise VerifierUnavailable(f"task {task.id}: {error} ({_how(result)}); log ends: {log['log']!r}") from error
         await root_exec(sandbox, f"rm -rf {TESTS}", task, what="removing the tests")
-        return Verdict(reward, info={"verifier": self._log(result) | info})
+        return Verdict(reward, info={"verifier": self._log(result), **info})
 
     async def _clear(self, task: Task, sandbox: Sandbox) -> None:
         # the folders may be mount points that cannot go themselves, or links that the agent put in their place
         script = (
-            f"for d in {TESTS} {LOGS}; do rm -rf $d 2>/dev/null; [ ! -L $d ] && mkdir -p $d && "
+            f"chmod u+rwx /logs 2>/dev/null; for d in {TESTS} {LOGS}; do chmod -R u+rwX $d 2>/dev/null; "
+            "rm -rf $d 2>/dev/null; [ ! -L $d ] && mkdir -p $d && "
             'rm -rf $d/* $d/.[!.]* $d/..?* && [ -z "$(ls -A $d)" ] || exit 1; done; '
             f"chmod 777 {LOGS}"
         )

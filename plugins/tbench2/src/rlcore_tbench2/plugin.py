@@ -18,7 +18,7 @@ def rlcore_register_agent_loops(register):
 @hookimpl
 def rlcore_register_graders(register):
     """The task's own tests."""
-    register("tbench2", "rlcore_tbench2.grader:TestsGrader")
+    register("tbench2", "rlcore_tbench2.grader:TaskGrader")
 
 
 @hookimpl
