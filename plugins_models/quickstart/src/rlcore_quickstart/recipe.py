@@ -17,15 +17,13 @@ from rlcore.types import Problem
 from rlcore_engine.gguf import cache_dir
 from rlcore_tbench2.bundled import KINDS, NEVER_TRAINED, write_tasks
 
+from rlcore_quickstart.kinds import SMOLLM2_KINDS, TINY_KINDS
 from rlcore_quickstart.models import SMOLLM2_PACKAGE, model_path, prepare_model
 
 if TYPE_CHECKING:
     from rlcore.config import RunConfig
 
 __all__ = ["QuickstartRecipe"]
-
-TRAINED = ("write", "append", "copy", "rename", "delete", "count", "read_mkdir", "read_write")
-"""The kinds that are trained by default: what a 135M model learns in three minutes."""
 
 
 class QuickstartRecipe:
@@ -45,7 +43,11 @@ class QuickstartRecipe:
         model: Literal["smollm2", "tiny"] = Field(
             "smollm2", description="smollm2: SmolLM2-135M-Instruct; tiny: a 0.8 M byte-level model, for tests"
         )
-        kinds: tuple[str, ...] = Field(TRAINED, min_length=1, description="kinds of tasks that are trained")
+        kinds: tuple[str, ...] | None = Field(
+            None,
+            min_length=1,
+            description="kinds of tasks that are trained; default: what the model can start to solve",
+        )
         tasks_per_kind: int = Field(40, ge=1, description="tasks of each kind to train on")
         heldout_per_kind: int = Field(16, ge=1, description="tasks of each kind to evaluate on, with unseen names")
         heldout_pool: Literal["heldout", "fresh"] = Field(
@@ -59,11 +61,11 @@ class QuickstartRecipe:
 
         @field_validator("kinds")
         @classmethod
-        def _known(cls, kinds: tuple[str, ...]) -> tuple[str, ...]:
-            for kind in kinds:
+        def _known(cls, kinds: tuple[str, ...] | None) -> tuple[str, ...] | None:
+            for kind in kinds or ():
                 if kind not in KINDS:
                     raise ValueError(f"unknown kind {kind!r}; there are: {', '.join(KINDS)}")
-            if len(set(kinds)) < len(kinds):
+            if kinds is not None and len(set(kinds)) < len(kinds):
                 raise ValueError("a kind is named twice")
             return kinds
 
@@ -77,10 +79,13 @@ class QuickstartRecipe:
             "before_and_after": True,
             "taskset": {"name": "tbench2", "path": str(self._folder("heldout"))},
             "temperature": 1.0,
+            "greedy": self.config.full,
         }
+        if self.config.full:
+            evaluation["unseen"] = {"taskset": {"name": "tbench2", "path": str(self._folder("unseen"))}}
         return {
             "run": {"steps": 40 if tiny else 20, "checkpoint_every": 10},
-            "model": {"path": str(model_path(self.config.model, cache_dir())), "dtype": "auto"},
+            "model": {"path": str(model_path(self.config.model, cache_dir())), "dtype": _dtype(tiny)},
             "taskset": {"name": "tbench2", "path": str(self._folder("train"))},
             "agent": {"name": "terminal", "system_prompt": "", "command_timeout": 2.0, "max_output": 200},
             "grader": {"name": "tbench2"},
@@ -94,7 +99,7 @@ class QuickstartRecipe:
             "aggregation": {"name": "token_mean"},
             "rollout": {"tasks_per_step": 8 if tiny else 4, "samples_per_task": 8, "in_flight": 32},
             "budget": {
-                "tokens_per_turn": 40 if tiny else 16,
+                "tokens_per_turn": 40 if tiny else 20,
                 "tokens_per_session": 512,
                 "turns": 2,
                 "seconds": 60.0,
@@ -111,7 +116,7 @@ class QuickstartRecipe:
     def prepare(self, run: RunConfig) -> None:
         """See :class:`rlcore.protocols.Recipe`."""
         prepare_model(self.config.model, cache_dir())
-        for part in ("train", "heldout", "unseen"):
+        for part in ("train", "heldout", *(["unseen"] if self.config.full else [])):
             self._write_tasks(part)
 
     # --- tasks
@@ -119,11 +124,12 @@ class QuickstartRecipe:
     def _arguments(self, part: str) -> dict[str, Any]:
         """What :func:`write_tasks` gets for ``train``, ``heldout`` or ``unseen``."""
         config = self.config
+        kinds = config.kinds or (TINY_KINDS if config.model == "tiny" else SMOLLM2_KINDS)
         examples = config.examples if config.examples is not None else 0 if config.model == "tiny" else 2
-        unseen = tuple(kind for kind in NEVER_TRAINED if kind not in config.kinds)
+        unseen = tuple(kind for kind in NEVER_TRAINED if kind not in kinds)
         return {
             "split": "train" if part == "train" else config.heldout_pool,
-            "kinds": unseen if part == "unseen" else config.kinds,
+            "kinds": unseen if part == "unseen" else kinds,
             "per_kind": config.tasks_per_kind if part == "train" else config.heldout_per_kind,
             "seed": config.tasks_seed,
             "examples": examples,
@@ -174,6 +180,15 @@ class QuickstartRecipe:
         free = shutil.disk_usage(there).free / 2**30
         if free < needed:
             yield Problem("disk", f"{free:.1f} GiB are free for the cache {cache}, and {needed:.1f} are needed", remedy)
+
+
+def _dtype(tiny: bool) -> str:
+    """bfloat16 where this processor multiplies it faster than float32 and the model is large enough to gain from it."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text("utf-8", "replace").split()
+    except OSError:
+        flags = []
+    return "bfloat16" if not tiny and {"avx512_bf16", "amx_bf16", "bf16"} & set(flags) else "float32"
 
 
 def _available_gib() -> float | None:
