@@ -12,7 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol, TypeVar
@@ -129,6 +129,7 @@ class _Run:
         self.end = "running"
         self.after: dict[str, Any] | None = None
         self.memory = PeakMemory()
+        self.lease: SandboxLease | None = None
         self.trackers = Trackers([self._build("tracker", section) for section in config.trackers], self._alarm)
         self.evaluations: list[dict[str, Any]] = []
 
@@ -206,7 +207,7 @@ class _Run:
         if self.config.sandbox is None:
             return None
         backend = self._build("sandbox", self.config.sandbox)
-        lease = SandboxLease(
+        lease = self.lease = SandboxLease(
             backend,
             backend_name=self.config.sandbox.name,
             ledger_path=self.directory.path / "sandboxes.jsonl",
@@ -447,6 +448,7 @@ class _Run:
             in_flight=self.config.rollout.in_flight,
             prefix=f"eval-{self.state.life}-{when.replace(', ', '-').replace(' ', '-')}",
             attempted=self._attempted,
+            retries=self.config.rollout.attempt_retries,
         )
         self.evaluations.append({"when": when, "step": self.state.step, **evaluation.to_dict()})
         self.progress.evaluated(when, evaluation)
@@ -473,6 +475,7 @@ class _Run:
             "reward_by_step": state.rewards,
             **heldout,
             "evaluations": self.evaluations,
+            "sandboxes": asdict(self.lease.stats) if self.lease is not None else None,
         }
 
     def finish(self) -> None:
