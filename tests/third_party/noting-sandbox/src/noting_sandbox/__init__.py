@@ -1,0 +1,1 @@
+"""A sandbox backend that notes every command."""

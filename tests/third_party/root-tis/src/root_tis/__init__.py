@@ -1,0 +1,1 @@
+"""A milder truncated importance sampling."""

@@ -1,0 +1,79 @@
+"""Someone else's plugins, installed by pip, change a run by name; nothing of the core changes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlcore_quickstart import tiny_model_path
+
+HERE = Path(__file__).parent
+OFFERS = {
+    "digits": ("digits-env", "0.3.0", {("taskset", "digits"), ("agent", "digits")}),
+    "noting": ("noting-sandbox", "2.0.1", {("sandbox", "noting")}),
+    "root-tis": ("root-tis", "1.4.0", {("correction", "root_tis")}),
+}
+
+
+def test_they_are_found_and_keep_the_rules(foreign: Any) -> None:
+    plugins = {plugin["name"]: plugin for plugin in json.loads(foreign.rlcore("plugins", "--json"))}
+    for name, (distribution, version, offers) in OFFERS.items():
+        plugin = plugins[name]
+        assert (plugin["status"], plugin["distribution"], plugin["version"]) == ("ok", distribution, version)
+        assert {(offer["kind"], offer["name"]) for offer in plugin["offers"]} == offers
+    foreign.rlcore("plugins", "check", *OFFERS)
+    where = foreign.run("-c", "import root_tis, rlcore; print(root_tis.__file__, rlcore.__file__)").stdout.split()
+    assert str(foreign.path) in where[0], "it is installed, not found in the sources"
+    assert str(foreign.path) not in where[1]
+
+
+@pytest.mark.parametrize("name", ["digits-env", "root-tis"])
+def test_their_own_tests_pass(foreign: Any, name: str, tmp_path: Path) -> None:
+    shutil.copytree(HERE / name / "tests", tmp_path / "tests")
+    done = foreign.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+def test_an_own_environment_is_learned(foreign: Any, tmp_path: Path) -> None:
+    """No sandbox, a reward in Python, a foreign correction: the mean reward climbs."""
+    foreign.rlcore(
+        *("train", "--config", HERE / "digits-env" / "run.toml", "--set", f"model.path={tiny_model_path()}"),
+        *("--set", "run.id=digits", "--set", "correction.name=root_tis", "--set", "correction.high=1.25"),
+        cwd=tmp_path,
+    )
+    run = tmp_path / "runs" / "digits"
+    summary = json.loads((run / "summary.json").read_text())
+    rewards = summary["reward_by_step"]
+    assert summary["steps"] == 20
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.25, rewards
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["config"]["correction"] == {"name": "root_tis", "high": 1.25}
+    assert {"digits", "root-tis"} <= {plugin["name"] for plugin in manifest["plugins"]["plugins"]}
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["root_tis_weight"] == pytest.approx(1.0, abs=0.01) for line in metrics if "skipped" not in line)
+
+
+def test_a_foreign_sandbox_runs_the_commands(foreign: Any, tmp_path: Path) -> None:
+    foreign.rlcore(
+        *("train", "quickstart", "--model", "tiny", "--set", "run.id=noted", "--set", "run.steps=1"),
+        *("--set", "sandbox.name=noting", "--set", f"sandbox.notes={tmp_path / 'notes.jsonl'}"),
+        *("--set", "eval.before_and_after=false", "--set", "rollout.tasks_per_step=2"),
+        cwd=tmp_path,
+    )
+    notes = [json.loads(line) for line in (tmp_path / "notes.jsonl").read_text().splitlines()]
+    attempts = [json.loads(line) for line in (tmp_path / "runs/noted/attempts.jsonl").read_text().splitlines()]
+    assert len({note["sandbox"] for note in notes}) == len(attempts) == 16
+    assert all(attempt["reward"] is not None for attempt in attempts)
+
+
+def test_left_out_it_is_one_clear_error(foreign: Any) -> None:
+    done = foreign.run(
+        *("-m", "rlcore", "--no-plugin", "root-tis", "config", "show", "quickstart"),
+        *("--set", "correction.name=root_tis"),
+    )
+    assert done.returncode == 2
+    assert "correction.name: no correction named 'root_tis'" in done.stderr
