@@ -7,7 +7,6 @@ import time
 import numpy as np
 import pytest
 import torch
-
 from rlcore.errors import TaskError
 from rlcore.rollout.rewards import call_reward, coerce_reward
 

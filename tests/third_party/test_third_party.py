@@ -77,3 +77,13 @@ def test_left_out_it_is_one_clear_error(foreign: Any) -> None:
     )
     assert done.returncode == 2
     assert "correction.name: no correction named 'root_tis'" in done.stderr
+
+
+def test_the_guide_shows_what_is_tested() -> None:
+    guide = (HERE.parents[1] / "docs" / "your-own-agent.md").read_text(encoding="utf-8")
+    example = HERE / "digits-env"
+    assert (example / "src/digits_env/environment.py").read_text(encoding="utf-8") in guide
+    for path in ("src/digits_env/plugin.py", "run.toml", "tests/test_environment.py"):
+        lines = (example / path).read_text(encoding="utf-8").splitlines()
+        shown = [line for line in lines if line in guide]
+        assert len(shown) >= len(lines) * 0.6, path
