@@ -10,12 +10,24 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import socket
 import stat
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-__all__ = ["BoundedBytes", "checked_timeout", "clipped_text", "pack_folder", "unpack_folder"]
+__all__ = [
+    "BoundedBytes",
+    "checked_timeout",
+    "clipped_text",
+    "owner_is_gone",
+    "ownership",
+    "pack_folder",
+    "process_start",
+    "shares",
+    "unpack_folder",
+]
 
 _MARKER_ROOM = 64
 
@@ -85,6 +97,38 @@ def clipped_text(head: bytes, tail: bytes, total: int) -> str:
     tail = tail[start:]
     missing = total - len(head) - len(tail)
     return f"{head.decode('utf-8', 'replace')}\n[... {missing} bytes left out ...]\n{tail.decode('utf-8', 'replace')}"
+
+
+def ownership(run_id: str) -> dict[str, str]:
+    """Labels that say which run and which process a sandbox belongs to; the sweeper reads them."""
+    owner = f"{socket.gethostname()}:{os.getpid()}:{process_start(os.getpid())}"
+    return {"launcher": "rlcore", "run": run_id, "owner": owner}
+
+
+def owner_is_gone(labels: Mapping[str, str]) -> bool | None:
+    """Whether the process that a sandbox belongs to has ended; ``None`` if it ran on another machine or is not named."""
+    host, pid, start = (["", "", "", *labels.get("owner", "").rsplit(":", 2)])[-3:]
+    if host != socket.gethostname() or not pid.isdigit():
+        return None
+    return str(process_start(int(pid))) != start
+
+
+def process_start(pid: int) -> int | None:
+    """Start of a process in clock ticks since boot (a process id alone may be another's by now); ``None``: it is gone."""
+    path = Path(f"/proc/{pid}/stat")
+    if Path("/proc/self/stat").exists():
+        try:
+            fields = path.read_text(errors="replace").rsplit(")", 1)[1].split()
+        except OSError:
+            return None
+        return None if fields[0] in "ZX" else int(fields[19])
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    return 0
 
 
 def pack_folder(source: Path, out: IO[bytes]) -> None:

@@ -13,7 +13,6 @@ import logging
 import random
 import re
 import secrets
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -23,15 +22,13 @@ from typing import Any
 
 from rlcore.errors import InfraError, SandboxLost, Throttled
 from rlcore.protocols import Sandbox, SandboxBackend
-from rlcore.record.jsonl import JsonlWriter
+from rlcore.record.jsonl import JsonlWriter, read_jsonl
+from rlcore.sandbox_tools import ownership
 from rlcore.types import SandboxSpec
 
-__all__ = ["LeaseStats", "SandboxLease"]
+__all__ = ["LeaseStats", "SandboxLease", "lifetimes"]
 
 log = logging.getLogger("rlcore.sandboxes")
-
-LAUNCHER = "rlcore"
-"""Value of the label ``launcher``: the sweeper looks for it and touches nothing else."""
 
 
 @dataclass
@@ -155,6 +152,7 @@ class SandboxLease:
         self.backend = backend
         self.backend_name = backend_name
         self.run_id = run_id
+        self._labels = ownership(run_id)
         self.stats = LeaseStats()
         self._ledger = JsonlWriter(ledger_path)
         self._slots = asyncio.Semaphore(creates_in_flight)
@@ -208,15 +206,13 @@ class SandboxLease:
         breaker = self._breakers.setdefault(image, _Breaker())
         begun = time.monotonic()
         key = secrets.token_hex(8)
-        labels = {**spec.labels, "launcher": LAUNCHER, "run": self.run_id, "task": task_id, "lease": key}
+        labels = {**spec.labels, **self._labels, "task": task_id, "lease": key}
         spec = replace(spec, labels=labels)
         for attempt in range(self._retries + 1):
             self._refuse_broken(image, breaker)
             async with self._slots:
                 await self._admission.room(lambda: self.stats.live + self._creating)
-                self._note(
-                    key, "creating", task=task_id, image=image or None, attempt=attempt, host=socket.gethostname()
-                )
+                self._note(key, "creating", task=task_id, image=image or None, attempt=attempt)
                 self._creating += 1
                 try:
                     sandbox = await self._create(key, spec)
@@ -345,3 +341,38 @@ def is_quota(text: str) -> bool:
     return (
         re.search(r"limit (exceeded|reached)|quota|capacity|maximum allowed|exhausted", text, re.IGNORECASE) is not None
     )
+
+
+def lifetimes(ledger: Path) -> dict[str, Any]:
+    """What the sandboxes of a run did, computed from its ledger alone.
+
+    ``seconds`` is the sum of lifetimes (of those that were closed); ``not_closed`` are the ids that the ledger leaves open:
+    the run died or a close failed.
+    """
+    born: dict[str, tuple[float, str]] = {}
+    asked: dict[str, float] = {}
+    waits: list[float] = []
+    lives: list[float] = []
+    count = dict.fromkeys(("created", "closed", "throttled", "failed", "cancelled", "close_failed"), 0)
+    for record in read_jsonl(ledger):
+        key, state, at = record.get("lease"), record.get("state"), float(record.get("time") or 0.0)
+        if not isinstance(key, str):
+            continue
+        if state == "creating":
+            asked.setdefault(key, at)
+        elif state == "live":
+            count["created"] += 1
+            born[key] = (at, str(record.get("id")))
+            waits.append(at - asked.get(key, at))
+        elif state in count:
+            count[state] += 1
+            if state == "closed" and key in born:
+                lives.append(at - born.pop(key)[0])
+    return {
+        **count,
+        "not_closed": [sandbox_id for _, sandbox_id in born.values()],
+        "seconds": sum(lives),
+        "longest_life_seconds": max(lives, default=0.0),
+        "mean_create_seconds": sum(waits) / len(waits) if waits else 0.0,
+        "longest_create_seconds": max(waits, default=0.0),
+    }

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rlcore.testing.correction import CorrectionConformance as CorrectionConformance
     from rlcore.testing.loss import LossConformance as LossConformance
     from rlcore.testing.policy import PolicyClientConformance as PolicyClientConformance
+    from rlcore.testing.sandbox import SandboxConformance as SandboxConformance
 
 _WHERE = {
     "AdvantageConformance": "rlcore.testing.advantage",
@@ -23,6 +24,7 @@ _WHERE = {
     "CorrectionConformance": "rlcore.testing.correction",
     "LossConformance": "rlcore.testing.loss",
     "PolicyClientConformance": "rlcore.testing.policy",
+    "SandboxConformance": "rlcore.testing.sandbox",
     "Token": "rlcore.testing._rows",
     "capped_exp": "rlcore.testing._rows",
 }

@@ -20,11 +20,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from rlcore.errors import ConfigError, InfraError, SandboxLost
+from rlcore.sandbox_tools import process_start
 from rlcore.types import Problem, SandboxInfo, SandboxSpec
 
 from rlcore_local.channel import MAX_HEADER, Channel
 from rlcore_local.limits import ControlGroup
-from rlcore_local.records import Record, Records, started
+from rlcore_local.records import Record, Records
 from rlcore_local.sandbox import LocalSandbox
 
 __all__ = ["LocalBackend", "preflight"]
@@ -122,6 +123,8 @@ class LocalBackend:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.isolated = config.isolation != "process"
+        self.lacks = {"users": "a user namespace that needs no privileges holds one user; set it with the task's user"}
         self._records = Records(config.state_dir)
         self._machine: _Machine | None = None
         self._open: set[LocalSandbox] = set()
@@ -256,7 +259,7 @@ class LocalBackend:
         record = Record(
             id=sandbox_id,
             pid=process.pid,
-            started=started(process.pid) or 0,
+            started=process_start(process.pid) or 0,
             created=time.time(),
             labels=dict(spec.labels),
             cgroups=tuple(str(one) for one in made.cgroup.folders),

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rlcore.errors import ConfigError
+from rlcore.sandbox_tools import process_start
 
 from rlcore_local.limits import remove
 
@@ -44,18 +45,7 @@ class Record:
 
     def alive(self) -> bool:
         """Whether its process still runs."""
-        return started(self.pid) == self.started
-
-
-def started(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; ``None`` if there is none or it is a zombie."""
-    if not Path("/proc/self/stat").exists():
-        return _exists(pid)
-    try:
-        after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
-    except OSError:
-        return None
-    return None if after_name[0] in "ZX" else int(after_name[19])
+        return process_start(self.pid) == self.started
 
 
 class Records:
@@ -120,14 +110,6 @@ class Records:
         if record.folder and Path(record.folder).parent == self.folder:
             shutil.rmtree(record.folder, ignore_errors=True)
         self.discard(record.id)
-
-
-def _exists(pid: int) -> int | None:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return None
-    return 0
 
 
 def _read(path: Path) -> Record | None:
