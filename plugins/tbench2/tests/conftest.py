@@ -70,7 +70,20 @@ async def backend(anyio_backend, tmp_path):
 
 
 @pytest.fixture
-def play(backend) -> Callable[..., object]:
+def open_sandbox(backend):
+    @asynccontextmanager
+    async def opened(spec, task_id):
+        sandbox = await backend.start(spec)
+        try:
+            yield sandbox
+        finally:
+            await sandbox.close()
+
+    return opened
+
+
+@pytest.fixture
+def play(open_sandbox) -> Callable[..., object]:
     """Plays one attempt with the real runner, session, agent, sandbox and grader over a scripted policy."""
 
     async def run(
@@ -83,14 +96,6 @@ def play(backend) -> Callable[..., object]:
         client: ScriptedClient | None = None,
     ) -> Played:
         client = client or ScriptedClient(replies)
-
-        @asynccontextmanager
-        async def open_sandbox(spec, task_id):
-            sandbox = await backend.start(spec)
-            try:
-                yield sandbox
-            finally:
-                await sandbox.close()
 
         runner = EpisodeRunner(
             agent=TerminalAgent(TerminalAgent.Config(**(agent or {}))),

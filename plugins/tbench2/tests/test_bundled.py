@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from rlcore.errors import ConfigError
-from rlcore_local.backend import LocalBackend
 from rlcore_tbench2.bundled import KINDS, NEVER_TRAINED, POOLS, TRAINED, write_tasks
 from rlcore_tbench2.folder import content_hash
 from rlcore_tbench2.grader import TaskGrader
@@ -127,15 +126,10 @@ def test_a_folder_that_holds_something_else_is_never_replaced(tmp_path):
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "x"
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("wrong", [False, True])
-def test_every_kind_is_solved_by_its_solution_and_not_by_its_wrong_one(tmp_path, wrong):
-    import asyncio
-
+async def test_every_kind_is_solved_by_its_solution_and_not_by_its_wrong_one(tmp_path, open_sandbox, wrong):
     tasks = load(write_tasks(tmp_path / "set", split="heldout", kinds=list(KINDS), per_kind=2))
-    rows = asyncio.run(
-        run_oracle(
-            tasks, LocalBackend(LocalBackend.Config()), TaskGrader(TaskGrader.Config()), concurrency=4, wrong=wrong
-        )
-    )
+    rows = await run_oracle(tasks, open_sandbox, TaskGrader(TaskGrader.Config()), concurrency=4, wrong=wrong)
     assert [row for row in rows if not row["ok"]] == []
     assert {row["reward"] for row in rows} == {0.0 if wrong else 1.0}

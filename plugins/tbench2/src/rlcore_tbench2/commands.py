@@ -183,7 +183,11 @@ def oracle(
 
     Exits with 1 if a task does not do as it should.
     """
+    import secrets
+    import tempfile
+
     from rlcore.resolve import options_class
+    from rlcore.rollout.lease import SandboxLease
 
     from rlcore_tbench2.grader import TaskGrader
     from rlcore_tbench2.oracle import run_oracle
@@ -202,11 +206,26 @@ def oracle(
         if not as_json and (failed or len(tasks) <= 50):
             print(f"[{done}/{len(tasks)}] {row['task']}: {verdict} in {row['seconds']:.1f} s{failed}", flush=True)
 
-    rows = asyncio.run(
-        run_oracle(
-            tasks, backend, grader, concurrency=concurrency, wrong=wrong, out=out, timeout=timeout, on_result=show
-        )
-    )
+    async def run() -> list[dict[str, Any]]:
+        with tempfile.TemporaryDirectory(prefix="rlcore-oracle-") as scratch:
+            ledger = Path(scratch, "sandboxes.jsonl") if out is None else out.with_suffix(".sandboxes.jsonl")
+            run_id = f"oracle-{secrets.token_hex(4)}"
+            lease = SandboxLease(backend, backend_name=sandbox, ledger_path=ledger, run_id=run_id)
+            try:
+                return await run_oracle(
+                    tasks,
+                    lambda spec, task_id: lease.sandbox(spec, task_id=task_id),
+                    grader,
+                    concurrency=concurrency,
+                    wrong=wrong,
+                    out=out,
+                    timeout=timeout,
+                    on_result=show,
+                )
+            finally:
+                await lease.aclose()
+
+    rows = asyncio.run(run())
     as_wanted = sum(row["ok"] for row in rows)
     passed = sum(row["reward"] is not None and row["reward"] >= 1 for row in rows)
     ok = as_wanted == len(tasks)

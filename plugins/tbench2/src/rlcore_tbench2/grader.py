@@ -13,7 +13,7 @@ from rlcore.types import ExecResult, Task, Trajectory, Verdict
 
 from rlcore_tbench2.env import filled
 from rlcore_tbench2.rewards import MAX_BYTES, RewardError, parse_json, parse_text
-from rlcore_tbench2.stage import root_exec, without_carriage_returns
+from rlcore_tbench2.stage import put_folder, root_exec
 
 __all__ = ["TaskGrader"]
 
@@ -43,6 +43,23 @@ done 2>/dev/null
 """
 """Ends every process but process 1, the caller's own line, and what an image starts beside process 1 in its first second
 (the keep-alive of a container)."""
+
+
+CLEAR = f"""
+is_empty() {{
+  [ -d $1 ] && [ ! -L $1 ] || return 1
+  for entry in $1/* $1/.[!.]* $1/..?*; do [ -e "$entry" ] || [ -L "$entry" ] && return 1; done; return 0
+}}
+for folder in {TESTS} {LOGS}; do
+  is_empty $folder && continue
+  chmod u+rwx /logs; chmod -R u+rwX $folder; rm -rf $folder
+  [ ! -L $folder ] && mkdir -p $folder && {{ is_empty $folder || rm -rf $folder/* $folder/.[!.]* $folder/..?*; }}
+done 2>/dev/null
+is_empty {TESTS} && is_empty {LOGS} && chmod 777 {LOGS}
+"""
+"""Leaves both folders real and empty, whatever stands there; they may be mount points, which cannot go themselves."""
+
+AND_REMOVE = f'"$@"; status=$?; rm -rf {TESTS} 2>/dev/null; exit $status'
 
 
 class TaskGrader:
@@ -79,26 +96,20 @@ class TaskGrader:
         tests = Path(task.data["tests"])
         command = _command(tests / "test.sh")
         await self._clear(task, sandbox)
-        with without_carriage_returns(tests) as pristine:
-            await sandbox.upload_dir(pristine, TESTS)
+        await put_folder(sandbox, tests, TESTS)
         result = await self._run(command, task, sandbox)
+        if result.timed_out or task.data.get("verifier_user") is not None:
+            await root_exec(sandbox, f"rm -rf {TESTS} 2>/dev/null; true", task, what="removing the tests")
         try:
             reward, info = await self._read(sandbox)
         except RewardError as error:
             log = self._log(result)
             trajectory.info["verifier"] = log
             raise VerifierUnavailable(f"task {task.id}: {error} ({_how(result)}); log ends: {log['log']!r}") from error
-        await root_exec(sandbox, f"rm -rf {TESTS}", task, what="removing the tests")
         return Verdict(reward, info={"verifier": self._log(result), **info})
 
     async def _clear(self, task: Task, sandbox: Sandbox) -> None:
-        # the folders may be mount points that cannot go themselves, or links that the agent put in their place
-        script = (
-            f"chmod u+rwx /logs 2>/dev/null; for d in {TESTS} {LOGS}; do chmod -R u+rwX $d 2>/dev/null; "
-            "rm -rf $d 2>/dev/null; [ ! -L $d ] && mkdir -p $d && "
-            'rm -rf $d/* $d/.[!.]* $d/..?* && [ -z "$(ls -A $d)" ] || exit 1; done; '
-            f"chmod 777 {LOGS}"
-        )
+        script = CLEAR
         end = self.config.end_processes
         if task.data.get("end_processes", False) if end is None else end:
             script = END_PROCESSES + script
@@ -111,7 +122,7 @@ class TaskGrader:
             env["PATH"] = STANDARD_PATH
         env |= filled(task.data.get("verifier_env", {}), f"{task.id}: verifier.env")
         return await sandbox.exec(
-            command,
+            ["/bin/sh", "-c", AND_REMOVE, "sh", *command],
             timeout=task.verifier_seconds,
             cwd=spec.workdir if spec else None,
             env=env,

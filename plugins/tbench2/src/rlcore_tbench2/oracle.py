@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, TypeAlias
 
-from rlcore.errors import ConfigError, InfraError, TaskError, Throttled, VerifierUnavailable
-from rlcore.protocols import Grader, Sandbox, SandboxBackend
-from rlcore.types import Task, Trajectory
+from rlcore.errors import ConfigError, InfraError, RlcoreError, TaskError, Throttled, VerifierUnavailable
+from rlcore.protocols import Grader, Sandbox
+from rlcore.types import SandboxSpec, Task, Trajectory
 
 from rlcore_tbench2.env import filled
 from rlcore_tbench2.folder import content_hash
 from rlcore_tbench2.schema import parse_task_toml
-from rlcore_tbench2.stage import prepare, root_exec, without_carriage_returns
+from rlcore_tbench2.stage import prepare, put_folder, root_exec
 
 __all__ = ["run_oracle"]
+
+OpenSandbox: TypeAlias = Callable[[SandboxSpec, str], AbstractAsyncContextManager[Sandbox]]
 
 ATTEMPTS = 3
 """Tries of one task while the infrastructure fails, each on a fresh sandbox."""
@@ -27,7 +30,7 @@ SOLUTION = "/solution"
 
 async def run_oracle(
     tasks: Sequence[Task],
-    backend: SandboxBackend,
+    open_sandbox: OpenSandbox,
     grader: Grader,
     *,
     concurrency: int = 4,
@@ -40,7 +43,7 @@ async def run_oracle(
 
     Args:
         tasks: of task set ``tbench2``.
-        backend: where they run; closed at the end.
+        open_sandbox: leases a sandbox for a task.
         grader: gives the verdict.
         concurrency: sandboxes at the same time.
         wrong: run ``solution/wrong.sh``; a row is then ok if it does not pass.
@@ -62,7 +65,7 @@ async def run_oracle(
                     "task": task.id,
                     "hash": digest,
                     "script": script,
-                    **await _run(task, backend, grader, script, timeout),
+                    **await _run(task, open_sandbox, grader, script, timeout),
                 }
             if out is not None:
                 out.parent.mkdir(parents=True, exist_ok=True)
@@ -72,55 +75,47 @@ async def run_oracle(
         rows[task.id] = {**row, "ok": row["reward"] is not None and solved is not wrong}
         on_result(rows[task.id], len(rows))
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for task in tasks:
-                group.create_task(one(task))
-    finally:
-        await backend.aclose()
+    async with asyncio.TaskGroup() as group:
+        for task in tasks:
+            group.create_task(one(task))
     return [rows[task.id] for task in tasks]
 
 
-async def _run(task: Task, backend: SandboxBackend, grader: Grader, script: str, timeout: float) -> dict[str, Any]:
+async def _run(task: Task, open_sandbox: OpenSandbox, grader: Grader, script: str, timeout: float) -> dict[str, Any]:
+    """The row of one task; what the infrastructure ended is tried again on a fresh sandbox."""
     started = monotonic()
-    row: dict[str, Any] = {"reward": None, "error": None}
-    for attempt in range(ATTEMPTS):
+    row: dict[str, Any] = {}
+    for _ in range(ATTEMPTS):
         try:
-            row = await _attempt(task, backend, grader, script, timeout)
+            row = await _attempt(task, open_sandbox, grader, script, timeout)
             break
-        except (ConfigError, TaskError, VerifierUnavailable) as error:
+        except (RlcoreError, OSError) as error:
             row = {"reward": None, "error": f"{type(error).__name__}: {error}"}
-            break
-        except InfraError as error:
-            row = {"reward": None, "error": f"{type(error).__name__}: {error}"}
-            if attempt + 1 < ATTEMPTS:
-                wait = error.retry_after if isinstance(error, Throttled) else None
-                await asyncio.sleep(min(wait if wait is not None else 2.0**attempt, 30.0))
+            if not isinstance(error, InfraError) or isinstance(error, VerifierUnavailable | Throttled):
+                break
     return {**row, "seconds": round(monotonic() - started, 3)}
 
 
-async def _attempt(task: Task, backend: SandboxBackend, grader: Grader, script: str, timeout: float) -> dict[str, Any]:
+async def _attempt(
+    task: Task, open_sandbox: OpenSandbox, grader: Grader, script: str, timeout: float
+) -> dict[str, Any]:
     folder = Path(task.data["folder"])
     if not (folder / "solution" / script).is_file():
         raise TaskError(f"{folder / 'solution' / script}: missing")
     if task.sandbox is None:
         raise TaskError(f"{task.id}: no sandbox")
-    sandbox = await backend.start(task.sandbox)
-    try:
+    async with open_sandbox(task.sandbox, task.id) as sandbox:
         await prepare(task, sandbox)
         result = await _solve(task, sandbox, folder, script, timeout)
         trajectory = Trajectory(id=task.id, task_id=task.id, group_id=task.id)
         verdict = await grader.grade(task, sandbox, trajectory)
-    finally:
-        await asyncio.shield(sandbox.close())
     return {"reward": verdict.reward, "error": None if verdict.reward >= 1 else result, "info": dict(verdict.info)}
 
 
 async def _solve(task: Task, sandbox: Sandbox, folder: Path, script: str, timeout: float) -> str:
     """Run the solution; says how it went, for tasks whose tests then fail."""
     file = parse_task_toml((folder / "task.toml").read_bytes(), str(folder / "task.toml"))
-    with without_carriage_returns(folder / "solution") as source:
-        await sandbox.upload_dir(source, SOLUTION)
+    await put_folder(sandbox, folder / "solution", SOLUTION)
     result = await sandbox.exec(
         ["/bin/sh", "-c", f"exec $(command -v bash || echo sh) {SOLUTION}/{script}"],
         timeout=task.agent_seconds or timeout,

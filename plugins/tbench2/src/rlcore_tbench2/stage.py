@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,13 @@ from rlcore.errors import InfraError, TaskError
 from rlcore.protocols import Sandbox
 from rlcore.types import Task
 
-__all__ = ["prepare", "root_exec", "without_carriage_returns"]
+__all__ = ["prepare", "put_folder", "root_exec"]
 
 STAGING_SECONDS = 20.0
 IMAGE_FILES = ("Dockerfile", ".dockerignore")
+"""What only an image build reads."""
+FEW, SMALL = 16, 256 * 1024
+"""Up to so many files and bytes a folder is written file by file: no archive, no copy."""
 
 
 async def root_exec(sandbox: Sandbox, script: str, task: Task, *, what: str) -> None:
@@ -35,40 +37,56 @@ async def prepare(task: Task, sandbox: Sandbox) -> None:
     Called once in a fresh sandbox, before the agent's first command. Only files of ``environment/`` are ever copied.
     """
     upload = task.data.get("upload")
-    workdir = task.sandbox.workdir if task.sandbox else None
     if upload is not None:
+        workdir = task.sandbox.workdir if task.sandbox else None
         if workdir is None:
             raise TaskError(f"{task.id}: environment/ is to be uploaded, so environment.workdir must be set")
-        await upload_environment(Path(upload), workdir, sandbox, task)
+        await put_folder(sandbox, Path(upload), workdir, skip=IMAGE_FILES)
     healthcheck = task.data.get("healthcheck")
     if healthcheck is not None:
         await wait_until_healthy(healthcheck, sandbox, task)
 
 
-async def upload_environment(source: Path, workdir: str, sandbox: Sandbox, task: Task) -> None:
-    """Copy ``environment/`` without what only an image build reads."""
-    files = environment_files(source)
+async def put_folder(sandbox: Sandbox, source: Path, target: str, *, skip: Sequence[str] = ()) -> None:
+    """Copy a folder's content in, shell scripts with LF line ends. ``skip`` are names at its top that stay out."""
+    files = _few_small_files(source, skip)
     if files is None:
-        await sandbox.upload_dir(source, workdir)
+        with tempfile.TemporaryDirectory(prefix="rlcore-stage-") as scratch:
+            await sandbox.upload_dir(await asyncio.to_thread(_copied, source, Path(scratch, "copy"), skip), target)
         return
     for name, path in files:
-        await sandbox.write_file(f"{workdir.rstrip('/')}/{name}", path.read_bytes(), mode=path.stat().st_mode & 0o777)
+        data, mode = path.read_bytes(), path.stat().st_mode & 0o777
+        if name.endswith(".sh"):
+            data = data.replace(b"\r\n", b"\n")
+        await sandbox.write_file(f"{target.rstrip('/')}/{name}", data, mode=mode)
 
 
-def environment_files(source: Path) -> list[tuple[str, Path]] | None:
-    """The files one by one where some must stay out; ``None``: the whole folder goes. Raises ``TaskError``."""
-    if not source.is_dir():
-        return []
-    if not any((source / name).exists() for name in IMAGE_FILES):
-        return None
-    files = []
+def _few_small_files(source: Path, skip: Sequence[str]) -> list[tuple[str, Path]] | None:
+    """The files of a folder, if writing them one by one is the fast and complete way to copy it."""
+    files, size = [], 0
     for path in sorted(source.rglob("*")):
-        name = path.relative_to(source).as_posix()
         if path.is_symlink() or (path.is_dir() and not any(path.iterdir())):
-            raise TaskError(f"{path}: links and empty folders beside a Dockerfile are not uploaded; use files")
-        if path.is_file() and name not in IMAGE_FILES:
+            return None
+        name = path.relative_to(source).as_posix()
+        if path.is_file() and name not in skip:
             files.append((name, path))
+            size += path.stat().st_size
+            if len(files) > FEW or size > SMALL:
+                return None
     return files
+
+
+def _copied(source: Path, copy: Path, skip: Sequence[str]) -> Path:
+    """A copy without what is to stay out, shell scripts with LF line ends; links stay links."""
+
+    def ignored(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if name in skip] if Path(folder) == source else []
+
+    shutil.copytree(source, copy, symlinks=True, ignore=ignored)
+    for path in copy.rglob("*.sh"):
+        if path.is_file() and not path.is_symlink() and b"\r\n" in (data := path.read_bytes()):
+            path.write_bytes(data.replace(b"\r\n", b"\n"))
+    return copy
 
 
 async def wait_until_healthy(healthcheck: Mapping[str, Any], sandbox: Sandbox, task: Task) -> None:
@@ -85,18 +103,3 @@ async def wait_until_healthy(healthcheck: Mapping[str, Any], sandbox: Sandbox, t
         if failures >= max(healthcheck["retries"], 1):
             raise InfraError(f"task {task.id}: environment.healthcheck failed {failures} times: {result.stderr[-500:]}")
         await asyncio.sleep(healthcheck["start_interval_sec" if starting else "interval_sec"])
-
-
-@contextmanager
-def without_carriage_returns(folder: Path) -> Iterator[Path]:
-    """The folder itself, or a copy of it with LF line ends where shell scripts have CRLF."""
-    scripts = [path for path in folder.rglob("*.sh") if path.is_file() and b"\r\n" in path.read_bytes()]
-    if not scripts:
-        yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix="rlcore-stage-") as scratch:
-        copy = Path(shutil.copytree(folder, Path(scratch, folder.name), symlinks=True))
-        for path in scripts:
-            script = copy / path.relative_to(folder)
-            script.write_bytes(script.read_bytes().replace(b"\r\n", b"\n"))
-        yield copy
