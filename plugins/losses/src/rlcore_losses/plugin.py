@@ -61,3 +61,17 @@ def rlcore_register_aggregations(register):
     register("sequence_mean_token_mean", "rlcore_losses.aggregations:SequenceMeanTokenMean")
     register("sequence_sum_fixed", "rlcore_losses.aggregations:SequenceSumFixed")
     register("prompt_mean", "rlcore_losses.aggregations:PromptMean")
+
+
+@hookimpl
+def rlcore_add_commands(group):
+    """``rlcore losses``."""
+    group.lazy("losses", "rlcore_losses.commands:app", "List corrections, losses, advantages, aggregations; show one.")
+
+
+@hookimpl
+def rlcore_configure(config):
+    """Combinations that would train something else than they say."""
+    from rlcore_losses.compatibility import check
+
+    check(config)
