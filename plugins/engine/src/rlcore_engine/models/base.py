@@ -67,7 +67,7 @@ class ModelSide(Protocol):
         ...
 
     def named_weights(self) -> Mapping[str, Tensor]:
-        """Views of the weights by checkpoint name, tied ones once."""
+        """The weights as they serve, by checkpoint name, tied ones once; not to be written to."""
         ...
 
 
@@ -91,17 +91,17 @@ def limit_context(config: Any, wanted: int | None) -> int:
 
 
 def check_weights(
-    targets: Mapping[str, Tensor], tied: Mapping[str, str], weights: Iterable[tuple[str, Any]]
+    shapes: Mapping[str, Sequence[int]], tied: Mapping[str, str], weights: Iterable[tuple[str, Any]]
 ) -> dict[str, Tensor]:
     """Everything that can be wrong with an update, found before anything is copied.
 
     Args:
-        targets: the weights by checkpoint name.
+        shapes: shape of every weight by its checkpoint name.
         tied: other names of some of them (``lm_head.weight`` of a model with tied embeddings).
         weights: names and tensors (numpy arrays too), in any order, of any float dtype and memory layout.
 
     Returns:
-        A tensor for each target.
+        A tensor for each name in ``shapes``.
 
     Raises:
         ConfigError: names every missing, unexpected and doubled name, wrong shape, and integer dtype.
@@ -113,12 +113,12 @@ def check_weights(
     for name, value in weights:
         tensor = torch.as_tensor(value).detach()
         key = tied.get(name, name)
-        if key not in targets:
+        if key not in shapes:
             problems.append(f"unexpected {name}")
         elif not tensor.is_floating_point():
             problems.append(f"{name} is {tensor.dtype}")
-        elif tensor.shape != targets[key].shape:
-            problems.append(f"{name} has shape {list(tensor.shape)}, not {list(targets[key].shape)}")
+        elif tuple(tensor.shape) != tuple(shapes[key]):
+            problems.append(f"{name} has shape {list(tensor.shape)}, not {list(shapes[key])}")
         elif key in found:
             if not (name in tied or key in tied.values()) or not torch.equal(found[key], tensor):
                 problems.append(
@@ -126,7 +126,7 @@ def check_weights(
                 )
         else:
             found[key] = tensor
-    problems += [f"missing {name}" for name in targets if name not in found]
+    problems += [f"missing {name}" for name in shapes if name not in found]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ConfigError(f"these weights do not fit the model: {'; '.join(problems[:5])}{more}")

@@ -97,7 +97,7 @@ class TransformersSide:
         """
         given = list(weights)
         if not {name for name, _ in given} - self._targets.keys() - self._tied.keys():
-            found = check_weights(self._targets, self._tied, given)
+            found = check_weights(self.shapes(), self._tied, given)
             for name, target in self._targets.items():
                 target.copy_(found[name])
             return

@@ -13,6 +13,7 @@ from rlcore.errors import ConfigError
 from torch import Tensor
 
 from rlcore_engine.models.base import Prefilled, check_weights, limit_context
+from rlcore_engine.models.linear import Linear
 from rlcore_engine.models.prefixes import PrefixStore, common_prefix
 from rlcore_engine.trie import TokenTrie, build_trie
 
@@ -47,15 +48,14 @@ def unsupported(config: Any, folder: Path) -> str | None:
 
 @dataclass(slots=True)
 class _Layer:
-    """Weights of a layer. ``qkv [(H + 2 K) D, hidden]`` and ``gate_up [2 I, hidden]`` are fused."""
+    """Weights of a layer; what has the same input is one projection."""
 
     norm: Tensor
-    qkv: Tensor
-    bias: Tensor | None
-    out: Tensor
+    qkv: Linear
+    out: Linear
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(slots=True)
@@ -117,59 +117,83 @@ class LlamaSide:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def _allocate(self, config: Any) -> None:
+        """Modules, and what of a checkpoint goes into each."""
         hidden, inner, dim = config.hidden_size, config.intermediate_size, self._head_dim
         q, kv = self._heads * dim, self._kv_heads * dim
+        biased = config.model_type == "qwen2"
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(*shape, dtype=self.dtype)
 
-        biased = config.model_type == "qwen2"
-        self._layers = [
-            _Layer(
-                empty(hidden),
-                empty(q + 2 * kv, hidden),
-                empty(q + 2 * kv) if biased else None,
-                empty(hidden, q),
-                empty(hidden),
-                empty(2 * inner, hidden),
-                empty(hidden, inner),
+        def linear(inputs: int, *sizes: int, biased: bool = False) -> Linear:
+            return Linear(sizes, inputs, self.dtype, biased=biased)
+
+        self._embed, self._norm, self._head = (
+            empty(self.vocab_size, hidden),
+            empty(hidden),
+            linear(hidden, self.vocab_size),
+        )
+        embed, head = "model.embed_tokens.weight", "lm_head.weight"
+        self._tied = {head: embed} if config.tie_word_embeddings else {}
+        self._plain = {embed: self._embed, "model.norm.weight": self._norm}
+        self._linears: list[tuple[Linear, list[str]]] = [(self._head, [self._tied.get(head, head)])]
+        self._shapes = {embed: (self.vocab_size, hidden), "model.norm.weight": (hidden,)}
+        self._shapes.setdefault(self._linears[0][1][0], (self.vocab_size, hidden))
+        self._layers = []
+        for index in range(config.num_hidden_layers):
+            layer = _Layer(
+                norm=empty(hidden),
+                qkv=linear(hidden, q, kv, kv, biased=biased),
+                out=linear(q, hidden),
+                mlp_norm=empty(hidden),
+                gate_up=linear(hidden, inner, inner),
+                down=linear(inner, hidden),
             )
-            for _ in range(config.num_hidden_layers)
+            self._layers.append(layer)
+            self._register(f"model.layers.{index}.", layer, hidden, inner, q, kv)
+
+    def _register(self, at: str, layer: _Layer, hidden: int, inner: int, q: int, kv: int) -> None:
+        self._plain[f"{at}input_layernorm.weight"] = layer.norm
+        self._plain[f"{at}post_attention_layernorm.weight"] = layer.mlp_norm
+        attention = {f"{at}self_attn.{name}_proj": size for name, size in (("q", q), ("k", kv), ("v", kv))}
+        self._shapes |= {
+            f"{at}input_layernorm.weight": (hidden,),
+            f"{at}post_attention_layernorm.weight": (hidden,),
+            **{f"{name}.weight": (size, hidden) for name, size in attention.items()},
+            f"{at}self_attn.o_proj.weight": (hidden, q),
+            f"{at}mlp.gate_proj.weight": (inner, hidden),
+            f"{at}mlp.up_proj.weight": (inner, hidden),
+            f"{at}mlp.down_proj.weight": (hidden, inner),
+        }
+        if layer.qkv.bias is not None:
+            for (name, size), rows in zip(attention.items(), layer.qkv.bias.split([q, kv, kv]), strict=True):
+                self._shapes[f"{name}.bias"] = (size,)
+                self._plain[f"{name}.bias"] = rows
+        self._linears += [
+            (layer.qkv, [f"{name}.weight" for name in attention]),
+            (layer.out, [f"{at}self_attn.o_proj.weight"]),
+            (layer.gate_up, [f"{at}mlp.gate_proj.weight", f"{at}mlp.up_proj.weight"]),
+            (layer.down, [f"{at}mlp.down_proj.weight"]),
         ]
-        self._embed, self._norm = empty(self.vocab_size, hidden), empty(hidden)
-        self._head = self._embed if config.tie_word_embeddings else empty(self.vocab_size, hidden)
-        self._tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
-        self._targets = {"model.embed_tokens.weight": self._embed, "model.norm.weight": self._norm}
-        if not self._tied:
-            self._targets["lm_head.weight"] = self._head
-        for index, layer in enumerate(self._layers):
-            at = f"model.layers.{index}."
-            self._targets |= {
-                f"{at}input_layernorm.weight": layer.norm,
-                f"{at}post_attention_layernorm.weight": layer.mlp_norm,
-                f"{at}self_attn.o_proj.weight": layer.out,
-                f"{at}mlp.gate_proj.weight": layer.gate_up[:inner],
-                f"{at}mlp.up_proj.weight": layer.gate_up[inner:],
-                f"{at}mlp.down_proj.weight": layer.down,
-            }
-            for name, rows in zip("qkv", (slice(0, q), slice(q, q + kv), slice(q + kv, None)), strict=True):
-                self._targets[f"{at}self_attn.{name}_proj.weight"] = layer.qkv[rows]
-                if layer.bias is not None:
-                    self._targets[f"{at}self_attn.{name}_proj.bias"] = layer.bias[rows]
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every weight by its checkpoint name."""
-        return {name: tuple(tensor.shape) for name, tensor in self._targets.items()}
+        return self._shapes
 
     def named_weights(self) -> Mapping[str, Tensor]:
-        """Views of the weights by checkpoint name."""
-        return self._targets
+        """The weights as they serve, by checkpoint name."""
+        parts = {
+            name: part for linear, names in self._linears for name, part in zip(names, linear.parts(), strict=True)
+        }
+        return {name: self._plain[name] if name in self._plain else parts[name] for name in self._shapes}
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights, or raise before the first is touched."""
-        found = check_weights(self._targets, self._tied, weights)
-        for name, target in self._targets.items():
+        found = check_weights(self._shapes, self._tied, weights)
+        for name, target in self._plain.items():
             target.copy_(found[name])
+        for linear, names in self._linears:
+            linear.load([found[name] for name in names])
 
     # --- the forward --------------------------------------------------------------------------------------------------
 
@@ -181,19 +205,19 @@ class LlamaSide:
     def _project(self, layer: _Layer, hidden: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[n, H, D]``, keys and values ``[n, K, D]``."""
         normed = F.rms_norm(hidden, hidden.shape[-1:], layer.norm, self._eps)
-        heads = F.linear(normed, layer.qkv, layer.bias).view(len(hidden), -1, self._head_dim)
+        heads = layer.qkv(normed).view(len(hidden), -1, self._head_dim)
         rotated = self._rope(heads[:, : self._heads + self._kv_heads], table)
         return rotated[:, : self._heads], rotated[:, self._heads :], heads[:, self._heads + self._kv_heads :]
 
     def _rest(self, layer: _Layer, hidden: Tensor, attended: Tensor) -> Tensor:
-        hidden = hidden + F.linear(attended, layer.out)
+        hidden = hidden + layer.out(attended)
         normed = F.rms_norm(hidden, hidden.shape[-1:], layer.mlp_norm, self._eps)
-        gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
-        return hidden + F.linear(F.silu(gate) * up, layer.down)
+        gate, up = layer.gate_up(normed).chunk(2, -1)
+        return hidden + layer.down(F.silu(gate) * up)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         normed = F.rms_norm(hidden, hidden.shape[-1:], self._norm, self._eps)
-        return F.linear(normed, self._head).float()
+        return self._head(normed).float()
 
     def decode(self, token_ids: Sequence[int]) -> Tensor:
         """One token for every active slot: ``[active, V]`` float32."""
