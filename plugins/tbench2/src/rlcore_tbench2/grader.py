@@ -46,18 +46,20 @@ done 2>/dev/null
 
 
 CLEAR = f"""
+umask 0
 is_empty() {{
   [ -d $1 ] && [ ! -L $1 ] || return 1
   for entry in $1/* $1/.[!.]* $1/..?*; do [ -e "$entry" ] || [ -L "$entry" ] && return 1; done; return 0
 }}
 for folder in {TESTS} {LOGS}; do
-  is_empty $folder && continue
+  [ -e $folder ] || [ -L $folder ] || mkdir -p $folder && is_empty $folder && continue
   chmod u+rwx /logs; chmod -R u+rwX $folder; rm -rf $folder
   [ ! -L $folder ] && mkdir -p $folder && {{ is_empty $folder || rm -rf $folder/* $folder/.[!.]* $folder/..?*; }}
 done 2>/dev/null
 is_empty {TESTS} && is_empty {LOGS} && chmod 777 {LOGS}
 """
-"""Leaves both folders real and empty, whatever stands there; they may be mount points, which cannot go themselves."""
+"""Leaves both folders real and empty, whatever stands there; they may be mount points, which cannot go themselves. In few
+processes: this runs for every attempt."""
 
 AND_REMOVE = f'"$@"; status=$?; rm -rf {TESTS} 2>/dev/null; exit $status'
 
