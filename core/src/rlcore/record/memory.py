@@ -12,7 +12,8 @@ __all__ = ["PeakMemory"]
 class PeakMemory:
     """Samples the resident memory of this process and its descendants while it is entered.
 
-    Shared pages count once per process, so the figure is an upper bound.
+    Shared pages count once per process, so the figure is an upper bound. A child that is about to become another
+    program still shares the whole memory of its parent; it does not count.
     """
 
     def __init__(self, every: float = 0.5) -> None:
@@ -36,12 +37,15 @@ class PeakMemory:
         import psutil
 
         me = psutil.Process(os.getpid())
-        total = 0
-        for process in (me, *me.children(recursive=True)):
+        mine = me.memory_info()
+        total = mine.rss
+        for process in me.children(recursive=True):
             try:
-                total += process.memory_info().rss
+                memory = process.memory_info()
             except psutil.NoSuchProcess:
                 continue
+            if memory.vms != mine.vms:
+                total += memory.rss
         gib = float(total) / 2**30
         self.peak_gib = max(self.peak_gib, gib)
         return gib
