@@ -24,10 +24,10 @@ version = "0.1.0"
 description = "{article} {kind} for rlcore."
 readme = "README.md"
 requires-python = ">=3.11"
-dependencies = ["rlcore>={version}", "pydantic>=2.7"]
+dependencies = [{requires}]
 
 [project.optional-dependencies]
-test = ["rlcore[testing]"]
+test = [{test_requires}]
 
 [project.entry-points.rlcore]
 {name} = "{package}.plugin"
@@ -53,7 +53,7 @@ def {hook}(register):
 _README = """\
 # {name}
 
-{article} {kind} for [rlcore](https://pypi.org/project/rlcore).
+{article} {kind} for rlcore.
 
     pip install -e .
     rlcore plugins check {name}
@@ -62,6 +62,11 @@ _README = """\
 Its options are the fields of `{cls}.Config` in `src/{package}/{module}.py`; `rlcore plugins show {name}` lists them.
 The tests show that it keeps the contract of `rlcore.protocols`: `pytest`.
 """
+
+
+_REQUIRES = {"sandbox": ["rlcore-local"], "policy": ["httpx>=0.27"]}
+_TEST_REQUIRES = {"correction": ["torch"], "loss": ["torch"]}
+"""What skeletons of some kinds need beyond the others."""
 
 
 class Skeleton(NamedTuple):
@@ -96,7 +101,8 @@ def write_skeleton(name: str, kind: str, directory: Path) -> Skeleton:
         "name": name,
         "kind": kind,
         "article": "An" if kind[0] in "aeiou" else "A",
-        "version": __version__,
+        "requires": _quoted(f"rlcore>={__version__}", "pydantic>=2.7", *_REQUIRES.get(kind, ())),
+        "test_requires": _quoted("rlcore[testing]", *_TEST_REQUIRES.get(kind, ())),
         "package": package,
         "module": kind if kind != package else f"{kind}_",
         "cls": "".join(part.capitalize() for part in package.split("_")),
@@ -111,6 +117,10 @@ def write_skeleton(name: str, kind: str, directory: Path) -> Skeleton:
     _write(source / f"{words['module']}.py", _renamed(f"{kind}.py", kind, words))
     _write(directory / "tests" / f"test_{kind}.py", _renamed(f"check_{kind}.py", kind, words))
     return Skeleton(directory, name)
+
+
+def _quoted(*requirements: str) -> str:
+    return ", ".join(f'"{requirement}"' for requirement in requirements)
 
 
 def _renamed(file: str, kind: str, words: dict[str, str]) -> str:

@@ -29,6 +29,9 @@ class Skeleton:
 
         memory_mb: int = Field(512, ge=32, description="memory of a sandbox whose task names none, in MiB")
 
+    lacks: Mapping[str, str] = {"users": "a sandbox has one user"}
+    """What this backend cannot do, by the names of ``rlcore.testing.sandbox.BEHAVIOURS``."""
+
     def __init__(self, config: Config) -> None:
         from rlcore_local.backend import LocalBackend
 
