@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import json
 import logging
@@ -26,7 +25,7 @@ from rlcore.types import Problem, SandboxInfo, SandboxSpec
 from rlcore_local.channel import MAX_HEADER, Channel
 from rlcore_local.limits import ControlGroup
 from rlcore_local.records import Record, Records
-from rlcore_local.sandbox import LocalSandbox
+from rlcore_local.sandbox import LocalSandbox, kill_group
 
 __all__ = ["LocalBackend", "preflight"]
 
@@ -147,10 +146,10 @@ class LocalBackend:
             async with asyncio.timeout(self.config.start_seconds):
                 sandbox = await self._start(sandbox_id, spec, made)
         except TimeoutError:
-            await _undone(self._undo(sandbox_id, made))
+            await finished(asyncio.ensure_future(self._undo(sandbox_id, made)))
             raise InfraError(f"the sandbox was not ready after {self.config.start_seconds:g} s") from None
         except BaseException:
-            await _undone(self._undo(sandbox_id, made))
+            await finished(asyncio.ensure_future(self._undo(sandbox_id, made)))
             raise
         finally:
             if made.info is not None:
@@ -283,21 +282,27 @@ class LocalBackend:
         try:
             if self.config.isolation == "bubblewrap":
                 settings["argv"][1:1] = ["--info-fd", str(info_write)]
-            made.process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                "-S",
-                str(HERE / "launch.py"),
-                json.dumps(settings),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={},
-                cwd="/",
-                pass_fds=(info_write,) if self.config.isolation == "bubblewrap" else (),
-                start_new_session=True,
-                limit=MAX_HEADER,
+            starting = asyncio.ensure_future(
+                asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    str(HERE / "launch.py"),
+                    json.dumps(settings),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env={},
+                    cwd="/",
+                    pass_fds=(info_write,) if self.config.isolation == "bubblewrap" else (),
+                    start_new_session=True,
+                    limit=MAX_HEADER,
+                )
             )
+            try:
+                await finished(starting)
+            finally:
+                made.process = starting.result()
         finally:
             os.close(info_write)
         return made.process
@@ -322,8 +327,7 @@ class LocalBackend:
 
     async def _undo(self, sandbox_id: str, made: _Started) -> None:
         if made.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                made.process.kill()
+            kill_group(made.process)
             await made.process.wait()
         if made.channel is not None:
             await made.channel.aclose()
@@ -335,13 +339,17 @@ class LocalBackend:
         await asyncio.to_thread(self._records.clear, record)
 
 
-async def _undone(undo: Any) -> None:
-    """Clean up to the end, however often this task is cancelled meanwhile."""
-    task = asyncio.ensure_future(undo)
+async def finished(task: asyncio.Future[Any]) -> None:
+    """Wait to the end of a task, however often this one is cancelled meanwhile; then let the cancellation go on."""
+    cancelled: asyncio.CancelledError | None = None
     while not task.done():
-        with contextlib.suppress(asyncio.CancelledError):
+        try:
             await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
     task.result()
+    if cancelled is not None:
+        raise cancelled
 
 
 @functools.cache

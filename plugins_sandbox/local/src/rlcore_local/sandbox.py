@@ -184,8 +184,7 @@ class LocalSandbox:
         try:
             await asyncio.wait_for(self._process.wait(), GRACE)
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            kill_group(self._process)
             await self._process.wait()
         if self._inner is not None:
             os.close(self._inner)
@@ -205,6 +204,13 @@ class LocalSandbox:
                 f"the local sandbox has one user, {name} ({uid}): it cannot run a command as {user!r}. Name that user in "
                 "the task's sandbox, or use a backend that has several"
             )
+
+
+def kill_group(process: asyncio.subprocess.Process) -> None:
+    """SIGKILL a launched process and, in the moments before they leave its group, the ones that it has forked."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _no_nul(*values: str | bytes) -> None:
