@@ -58,9 +58,7 @@ def make_batch():
                 parts = [(head, False), (ids(number(1, 7)), True), (ids(2), False), (ids(number(1, 5)), True)]
                 tokens = [token for part, _ in parts for token in part]
                 mask = [trained for part, trained in parts for _ in part]
-                turns = [
-                    (turn if turn in (0, 1) else -1) for turn, (part, _) in zip((-1, 0, -1, 1), parts) for _ in part
-                ]
+                turns = [turn for turn, (part, _) in zip((-1, 0, -1, 1), parts, strict=True) for _ in part]
                 advantage = float(torch.randn(1, generator=draw))
                 samples.append(
                     Sample(

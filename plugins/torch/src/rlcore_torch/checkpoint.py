@@ -24,7 +24,7 @@ def save(directory: Path, optimizer: MasterAdamW) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in optimizer.masters.items()}, directory / MASTERS)
     save_file(optimizer.state_dict(), directory / MOMENTS)
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - whatever an objective may draw from
+    kind, keys, position, has_gauss, cached = np.random.get_state()
     state = {
         "updates": optimizer.updates,
         "torch_rng": torch.get_rng_state(),
@@ -48,7 +48,7 @@ def load(directory: Path, optimizer: MasterAdamW) -> None:
         state = torch.load(directory / STATE, weights_only=True)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{directory}: not a readable checkpoint of the torch trainer: {error}") from error
-    wrong = {name for name in masters.keys() ^ optimizer.masters.keys()} | {
+    wrong = set(masters.keys() ^ optimizer.masters.keys()) | {
         name
         for name in masters.keys() & optimizer.masters.keys()
         if masters[name].shape != optimizer.masters[name].shape
@@ -63,6 +63,6 @@ def load(directory: Path, optimizer: MasterAdamW) -> None:
     if state["cuda_rng"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda_rng"])
     kind, keys, position, has_gauss, cached = state["numpy_rng"]
-    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
     version, internal, gauss = state["python_rng"]
     random.setstate((version, tuple(internal), gauss))

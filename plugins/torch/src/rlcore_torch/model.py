@@ -6,14 +6,17 @@ import fnmatch
 import logging
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from rlcore.errors import ConfigError
 from rlcore_losses.logprob_head import selective_logprobs
+from safetensors import SafetensorError
 
 from rlcore_torch import llama
+from rlcore_torch.head import target_logprobs
 from rlcore_torch.layout import Layout, padded, shared
 
 __all__ = ["CausalModel", "compute_dtype"]
@@ -94,12 +97,19 @@ class CausalModel:
 
     def logprobs(self, layout: Layout, temperature: float, chunk: int | None = None) -> Tensor:
         """``[S]`` float32 log-probs of the layout's targets, with gradient where it is enabled."""
-        sources = torch.from_numpy(layout.sources).to(self.device)
-        targets = torch.from_numpy(layout.targets).to(self.device)
-        states = self._states(layout)[sources]
+        return target_logprobs(*self._inputs(layout), temperature, chunk)
+
+    def logprobs_and_entropies(self, layout: Layout, temperature: float, chunk: int | None) -> tuple[Tensor, Tensor]:
+        """``[S]`` log-probs, and the entropies in nats of the distributions that they are of, with gradient."""
+        states, weight, sources, targets = self._inputs(layout)
+        logprobs, entropies = selective_logprobs(states[sources], weight, targets, temperature, chunk, entropy=True)
+        return logprobs, entropies
+
+    def _inputs(self, layout: Layout) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Hidden states, output embedding, sources and targets."""
         weight = None if self._head is None else self._head.weight
-        result: Tensor = selective_logprobs(states, weight, targets, temperature, chunk)
-        return result
+        sources, targets = (torch.from_numpy(array).to(self.device) for array in (layout.sources, layout.targets))
+        return self._states(layout), weight, sources, targets
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Live tensors named as in the Hugging Face checkpoint, tied ones once."""
@@ -113,7 +123,8 @@ class CausalModel:
         """Config, weights in the forward's dtype, and the tokenizer's files."""
         directory.mkdir(parents=True, exist_ok=True)
         self.module.config.dtype = self.module.dtype
-        self.module.save_pretrained(directory)
+        with _no_progress_bar():
+            self.module.save_pretrained(directory)
         for file in sorted(self.path.iterdir()):
             if file.is_file() and any(fnmatch.fnmatch(file.name, pattern) for pattern in _TOKENIZER_FILES):
                 shutil.copyfile(file, directory / file.name)
@@ -171,20 +182,26 @@ class CausalModel:
 
 def _load(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
 
     if not (path / "config.json").is_file():
         raise ConfigError(f"model.path: {path} is not a model in Hugging Face format (it has no config.json)")
-    bars = transformers_logging.is_progress_bar_enabled()
+    try:
+        with _no_progress_bar():
+            return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"model.path: {path} cannot be loaded: {error}") from error
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
-        ).eval()
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"model.path: {path} cannot be loaded: {error}") from error
+        yield
     finally:
-        if bars:
+        if shown:
             transformers_logging.enable_progress_bar()
 
 

@@ -14,6 +14,8 @@ from rlcore.errors import RlcoreError
 from rlcore.protocols import Objective, StepResult
 from rlcore.types import Array, Batch, RunContext
 
+from rlcore_torch.memory import keep_freed_memory
+
 if TYPE_CHECKING:
     from rlcore_torch.worker import Worker
 
@@ -47,6 +49,9 @@ class TorchTrainer:
         logprob_chunk: int | None = Field(
             None, ge=1, description="rows of logits that are held at once; default: 64 MiB"
         )
+        reference_path: str | None = Field(
+            None, description="folder of the frozen policy that some losses compare with; default: model.path"
+        )
         dtype: Literal["auto", "float32", "bfloat16"] = Field(
             "auto",
             description="what the forward computes in; auto: as model.dtype, and if that is auto: bfloat16 "
@@ -65,6 +70,7 @@ class TorchTrainer:
     async def start(self, context: RunContext) -> None:
         """See :class:`rlcore.protocols.Trainer`. Raises ``ConfigError`` naming ``model.path`` or ``trainer.device``."""
         if self._executor is None:
+            keep_freed_memory()
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="rlcore-torch")
         self._loaded = await self._run(self._load, context)
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from rlcore.learn.pack import pack
 from rlcore.protocols import Corrected, Objective, StepResult
-from rlcore.types import Batch, Mean, MicroBatch, Stat
+from rlcore.types import Batch, MicroBatch, Stat
 from rlcore_losses.metrics import mismatch_metrics
 
 from rlcore_torch.layout import Layout
@@ -30,11 +30,11 @@ __all__ = ["Stopped", "Update"]
 Tensor = torch.Tensor
 
 
-class Stopped(Exception):  # noqa: N818 - not an error
+class Stopped(Exception):
     """The step was asked to stop; nothing has changed since the last whole update."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
     """One micro-batch: where its tokens lie in the batch, how they are computed, and the rows as tensors."""
 
@@ -59,6 +59,7 @@ class Update:
         self.weights = torch.zeros(total)
         self.kept = torch.zeros(total, dtype=torch.bool)
         self.stats: dict[str, Stat] = {}
+        self.wants_entropies = bool(getattr(objective.loss, "needs_entropies", False))
         self.seconds = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
 
     def run(self) -> StepResult:
@@ -67,6 +68,8 @@ class Update:
         objective = self.objective
         wants_old = objective.loss.needs_old_logprobs or objective.correction.logprobs == "old" or epochs > 1
         metrics: dict[str, float] = {}
+        if getattr(objective.loss, "needs_ref_logprobs", False):
+            self._add_reference()
         for epoch in range(epochs):
             metrics |= self._epoch(epoch, wants_old)
             if metrics["nonfinite"]:
@@ -99,7 +102,7 @@ class Update:
         for index, piece in enumerate(self.pieces):
             self._heed()
             with self._timed("forward"):
-                logprobs = self._logprobs(piece)
+                logprobs = self._logprobs(piece, with_entropies=self.wants_entropies)
                 if epoch == 0:
                     self.old[piece.places] = _masked(logprobs, piece).cpu()
                 micro = piece.micro
@@ -142,11 +145,30 @@ class Update:
         optimizer.step(lr, (limit / norm if norm > limit else 1.0) / denominator)
         return {**metrics, "nonfinite": 0.0}
 
-    def _logprobs(self, piece: Piece) -> Tensor:
-        """``[T]`` current log-probs of a piece, 0 outside the mask."""
-        scores = self.worker.model.logprobs(piece.layout, self.batch.temperature, self.worker.config.logprob_chunk)
+    def _logprobs(self, piece: Piece, *, with_entropies: bool = False) -> Tensor:
+        """``[T]`` current log-probs of a piece, 0 outside the mask; entropies go to the micro-batch."""
+        model, chunk = self.worker.model, self.worker.config.logprob_chunk
+        if with_entropies:
+            scores, entropies = model.logprobs_and_entropies(piece.layout, self.batch.temperature, chunk)
+            piece.micro.entropies = self._by_token(entropies, piece)
+        else:
+            scores = model.logprobs(piece.layout, self.batch.temperature, chunk)
+        return self._by_token(scores, piece)
+
+    def _by_token(self, scores: Tensor, piece: Piece) -> Tensor:
+        """What is known per score, for every token of the rows; 0 outside the mask."""
         values = scores[self._tensor(piece.layout.scores)]
         return values.new_zeros(piece.places.shape).masked_scatter(piece.micro.mask, values)
+
+    def _add_reference(self) -> None:
+        """``ref_logprobs`` of every piece: the same in all epochs."""
+        with self._timed("reference"), torch.no_grad():
+            for piece in self.pieces:
+                self._heed()
+                scores = self.worker.reference.logprobs(
+                    piece.layout, self.batch.temperature, self.worker.config.logprob_chunk
+                )
+                piece.micro.ref_logprobs = self._by_token(scores, piece)
 
     def _corrected(self, micro: MicroBatch, current: Tensor) -> Corrected:
         correction = self.objective.correction
@@ -194,7 +216,7 @@ class Update:
         finally:
             if self.worker.model.device.type == "cuda":
                 torch.cuda.synchronize(self.worker.model.device)
-            self.seconds[part] += time.perf_counter() - began
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - began
 
     def _mismatch(self) -> dict[str, float]:
         """What separates trainer and engine, over the whole step."""

@@ -39,6 +39,8 @@ class Worker:
 
     def __init__(self, config: TorchTrainer.Config, context: RunContext) -> None:
         self.config = config
+        self._path = config.reference_path or context.model.get("path")
+        self._reference: CausalModel | None = None
         device = _device(config.device)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -67,6 +69,17 @@ class Worker:
             nothing = [[math.nan] * len(sample.token_ids) for sample in batch.samples]
             return StepResult({"tokens": 0.0, "skipped": 1.0, "nonfinite": 0.0}, nothing)
         return Update(self, batch, objective, stop).run()
+
+    @property
+    def reference(self) -> CausalModel:
+        """The frozen reference policy, loaded when it is first asked for."""
+        if self._reference is None:
+            self._reference = CausalModel(self._path, self.model.device, gradient_checkpointing=False)
+            dtypes = self._reference.dtypes(self.dtype)
+            for name, parameter in self._reference.parameters().items():
+                parameter.data = parameter.data.to(dtypes[name])
+            self._reference.module.requires_grad_(False)
+        return self._reference
 
     def learning_rate(self) -> float:
         """Of the next update."""
