@@ -25,3 +25,11 @@ def rlcore_register_graders(register):
 def rlcore_add_commands(group):
     """``rlcore tasks``."""
     group.lazy("tasks", "rlcore_tbench2.commands:app", "List, check, make and split tasks.")
+
+
+@hookimpl
+def rlcore_preflight(config):
+    """Every task folder of the run, and whether training and evaluation share tasks."""
+    from rlcore_tbench2.preflight import problems_of
+
+    return problems_of(config)

@@ -119,6 +119,11 @@ class TaskFolders:
     def __init__(self, config: Config) -> None:
         self.config = config
 
+    @property
+    def root(self) -> Path:
+        """The folder, without the slice that ``path`` may end in."""
+        return Path(_split_path(self.config.path)[0])
+
     def load(self) -> Sequence[Task]:
         """All tasks; see :class:`rlcore.protocols.Taskset`. What is left out is logged by name with its reason."""
         report = self.report()
@@ -140,8 +145,7 @@ class TaskFolders:
             TaskError: no folder, or the split names tasks that are not there or changed since.
         """
         config = self.config
-        name, part = _split_path(config.path)
-        found = find_tasks(Path(name), include_root=config.include_root)
+        found = find_tasks(self.root, include_root=config.include_root)
         report = Report(found)
         same_names = {path.name: path for path in found.tasks}
         for path in found.old:
@@ -153,8 +157,8 @@ class TaskFolders:
         for path in found.tasks:
             self._read(path, found, wanted, seen, report)
         if config.split is not None and wanted.missing:
-            raise TaskError(f"{config.split}: no such task below {name}: {', '.join(sorted(wanted.missing)[:5])}")
-        report.folders = report.folders[parse_slice(part or config.slice or "[:]")]
+            raise TaskError(f"{config.split}: no such task below {self.root}: {', '.join(sorted(wanted.missing)[:5])}")
+        report.folders = report.folders[parse_slice(_split_path(config.path)[1] or config.slice or "[:]")]
         return report
 
     def _read(self, path: Path, found: Found, wanted: _Wanted, seen: dict[str, Path], report: Report) -> None:
