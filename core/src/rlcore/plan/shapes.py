@@ -227,7 +227,9 @@ class Shapes:
         """Parameters of the prediction layers: a decoder layer each, the projection of two states, three norms."""
         if not self.mtp_layers:
             return 0
-        layer = self.attention + self.indexer + 2 * self.hidden + (self.moe if self.experts else 3 * self.hidden * self.ffn)
+        layer = (
+            self.attention + self.indexer + 2 * self.hidden + (self.moe if self.experts else 3 * self.hidden * self.ffn)
+        )
         return self.mtp_layers * (layer + 2 * self.hidden * self.hidden + 3 * self.hidden)
 
     @property
