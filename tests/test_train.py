@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 import pytest
-
 from rlcore.record.jsonl import read_jsonl
 
 SETS = ("--set", "agent.seconds=0.2", "--set", "run.steps=1000")

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from rlcore.errors import ConfigError, RunFailed
 from rlcore.learn import checkpoints
 

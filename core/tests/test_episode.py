@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-
 from rlcore.errors import PolicyUnavailable, SandboxLost, TaskError, VerifierUnavailable
 from rlcore.protocols import Episode, Sandbox
 from rlcore.rollout.episode import EpisodeRunner

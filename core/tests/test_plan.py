@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from rlcore.errors import ConfigError
 from rlcore.plan.hardware import gpu_named
 from rlcore.plan.serving import Serving, kv_cell, kv_tokens

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-
 from rlcore.errors import ConfigError, RunFailed
 from rlcore.rollout.order import TaskOrder
 from rlcore.rollout.scheduler import Scheduler

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-
 from rlcore.errors import PolicyUnavailable
 from rlcore.rollout import publish as module
 from rlcore.rollout.publish import publish

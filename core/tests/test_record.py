@@ -12,7 +12,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-
 from rlcore.errors import ConfigError
 from rlcore.record.directory import RunDirectory
 from rlcore.record.jsonl import read_jsonl

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from rlcore.learn.pack import micro_batches, pack
 from rlcore.learn.rows import batch_of, rows_of
 from rlcore.types import Batch, Completion, FinishReason, Group, Sample, Task, Trajectory, Turn
