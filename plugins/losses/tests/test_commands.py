@@ -1,0 +1,136 @@
+"""``rlcore losses`` as it is typed, its page, and combinations that are refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rlcore.errors import ConfigError
+from rlcore_losses.chain import Chain
+from rlcore_losses.compatibility import check
+from rlcore_losses.corrections import NoCorrection, TokenTIS
+from rlcore_losses.decoupled import Decoupled
+from rlcore_losses.document import own_entries, render
+from rlcore_losses.losses import CrossEntropy, PPOClip
+from rlcore_losses.rejections import Veto
+
+
+def rlcore(*arguments):
+    command = [sys.executable, "-c", "from rlcore.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_list_has_everything_with_its_line():
+    found = json.loads(rlcore("losses", "--json").stdout)
+    names = {(entry["kind"], entry["name"]) for entry in found}
+    assert {
+        ("correction", "token_tis"),
+        ("loss", "ppo_clip"),
+        ("advantage", "grpo"),
+        ("aggregation", "token_mean"),
+    } <= names
+    assert all(
+        entry["summary"] and entry["formula"] and entry["source"]
+        for entry in found
+        if entry["distribution"] == "rlcore-losses" and entry["name"] != "none"
+    )
+    text = rlcore("losses", "list").stdout
+    assert "token_tis" in text
+    assert "Truncated importance sampling" in text
+
+
+def test_show_prints_formula_options_and_a_plot():
+    text = rlcore("losses", "show", "token_tis").stdout
+    for part in ("w_t = clamp(exp(Δ_t), low, high)", "rollout log-probs", "floor of the weight", "log-ratio", "***"):
+        assert part in text
+
+
+def test_show_gives_numbers_and_a_picture(tmp_path):
+    picture = tmp_path / "curve.png"
+    result = rlcore("losses", "show", "token_tis", "--set", "high=3", "--plot", str(picture), "--json")
+    assert result.returncode == 0, result.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    (curve,) = json.loads(result.stdout)[0]["curves"]
+    assert max(curve["y"]) == 3.0
+    assert curve["y"][0] == pytest.approx(2.718281828**-4, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tokn_tis"], "did you mean 'token_tis'?"),
+        (["token_tis", "--set", "hihg=3"], "hihg"),
+        (["token_tis", "--set", "high=x"], "high"),
+        (["token_tis", "--set", "high"], "write KEY=VALUE"),
+        (["token_tis", "--set", "low=3"], "low=3 is above ceiling high=2"),
+        (["rloo", "--plot", "x.png"], "no curve"),
+        (["token_tis", "--plot", "/nowhere/x.png"], "/nowhere/x.png"),
+        (["token_tis", "--plot", "x.nonsense"], "nonsense"),
+    ],
+)
+def test_bad_input_is_one_clear_error(arguments, message):
+    result = rlcore("losses", "show", *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_help_and_the_plugin_import_nothing_heavy():
+    code = (
+        "import sys, rlcore_losses.plugin\n"
+        "from rlcore.plugins import load_plugins\n"
+        "plugins = load_plugins()\n"
+        "for offer in plugins.offers():\n"
+        "    if offer.distribution == 'rlcore-losses': plugins.load(offer.kind, 'rlcore-losses:' + offer.name).Config\n"
+        "print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_page_is_up_to_date():
+    page = Path(__file__).parents[3] / "docs" / "losses.md"
+    assert page.read_text(encoding="utf-8") == render(), "run: python -m rlcore_losses.document docs/losses.md"
+
+
+def test_every_piece_says_what_it_computes_and_from_what():
+    for entry in own_entries():
+        assert entry.formula, entry.name
+        assert entry.reads or entry.kind == "aggregation", entry.name
+        assert entry.denominator or entry.kind != "aggregation", entry.name
+        assert entry.source or entry.name == "none", entry.name
+        assert all(option.description for option in entry.options), entry.name
+
+
+# --- combinations -----------------------------------------------------------------------------------------------------
+
+
+def run_config(correction, loss, max_age=0):
+    def section(cls, options):
+        return SimpleNamespace(name=cls.name, options=cls.Config(**options))
+
+    return SimpleNamespace(
+        correction=section(*correction), loss=section(*loss), rollout=SimpleNamespace(max_age=max_age)
+    )
+
+
+@pytest.mark.fault("LOSS-25")
+def test_staleness_that_nothing_sees_is_refused():
+    with pytest.raises(ConfigError, match=r"rollout.max_age = 2 .*nothing sees their age"):
+        check(run_config((NoCorrection, {}), (PPOClip, {}), max_age=2))
+    check(run_config((NoCorrection, {}), (PPOClip, {}), max_age=0))
+    check(run_config((NoCorrection, {}), (PPOClip, {"ratio_to": "rollout"}), max_age=2))
+    check(run_config((NoCorrection, {}), (CrossEntropy, {}), max_age=2))
+    check(run_config((TokenTIS, {}), (PPOClip, {}), max_age=2))
+
+
+def test_a_gap_that_is_corrected_twice_is_refused():
+    for loss in ((PPOClip, {"ratio_to": "rollout"}), (Decoupled, {})):
+        for correction in ((TokenTIS, {}), (Chain, {"steps": ["veto", "icepop"]})):
+            with pytest.raises(ConfigError, match="both correct the gap to the engine"):
+                check(run_config(correction, loss))
+        check(run_config((Veto, {}), loss))
+        check(run_config((NoCorrection, {}), loss, max_age=3))
