@@ -63,7 +63,7 @@ ROWS = 16
 """Rows of a batch."""
 COPY_STEPS, TASK_STEPS, NOISY_STEPS = 500, 2000, 250
 LEARNING_RATE = 2e-3
-SPOILED = 0.65
+SPOILED = 0.5
 """Share of answers that are spoiled in the noisy steps."""
 
 Row: TypeAlias = tuple[list[int], list[bool]]
@@ -219,7 +219,7 @@ def main() -> None:
     """Make the model and write it into the folder that the command line names."""
     if len(sys.argv) != 2:
         raise SystemExit("usage: python -m rlcore_quickstart.make_tiny DIR")
-    for step, loss, model in make():
+    for step, loss, model in make():  # noqa: B007 - the last one is written
         if step % 100 == 0:
             print(f"step {step}: loss {loss:.3f}", flush=True)
     write_model(Path(sys.argv[1]), model)
