@@ -80,7 +80,7 @@ def test_an_observer_that_raises_is_switched_off_with_one_warning() -> None:
 
     warnings: list[str] = []
     plugins = make(rlcore_step_finished=good)
-    plugins._warn = warnings.append
+    plugins.warn = warnings.append
     add(plugins, "two", rlcore_step_finished=bad, rlcore_run_finished=lambda run_id: seen.append("late"))
     add(plugins, "three", rlcore_step_finished=exits)
     for step in (1, 2, 3):
@@ -135,7 +135,7 @@ def test_a_plugin_whose_commands_fail_is_left_out() -> None:
 
     plugins = make(rlcore_add_commands=lambda group: group.append("good"))
     warnings: list[str] = []
-    plugins._warn = warnings.append
+    plugins.warn = warnings.append
     add(plugins, "two", rlcore_add_commands=bad)
     plugins.add_commands(added)  # type: ignore[arg-type]
     assert added == ["good"]

@@ -1,171 +1,43 @@
-"""Discovery of plugins: isolated, loud, and with provenance.
-
-Plugins are modules behind entry points of the group ``rlcore``, or modules that are named by their dotted path. A
-broken one is listed with its reason and takes nothing down; one that was asked for by name stops the command. A process
-loads its plugins once, with :func:`load_plugins`, and passes the :class:`Plugins` on.
-"""
+"""The plugins of a process: from names to classes, and from hooks to what implements them."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import importlib
 import inspect
 import json
-import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 from rlcore import hookspecs
-from rlcore.errors import ConfigError, PluginError, RlcoreError
+from rlcore.errors import PluginError, RlcoreError
+from rlcore.plugins._names import canonical, key_of, nearest, reason
+from rlcore.plugins._records import KINDS, Offer, Plugin
 
 if TYPE_CHECKING:
     from rlcore.cli.app import CommandGroup
     from rlcore.config import RunConfig
     from rlcore.types import Problem
 
-__all__ = ["KINDS", "Offer", "Plugin", "Plugins", "canonical", "load_plugins", "nearest", "reason"]
-
-GROUP = "rlcore"
-
-KINDS: Mapping[str, str] = {
-    "recipe": "rlcore_register_recipes",
-    "taskset": "rlcore_register_tasksets",
-    "agent": "rlcore_register_agent_loops",
-    "grader": "rlcore_register_graders",
-    "sandbox": "rlcore_register_sandboxes",
-    "policy": "rlcore_register_policy_clients",
-    "engine": "rlcore_register_engines",
-    "trainer": "rlcore_register_trainers",
-    "advantage": "rlcore_register_advantages",
-    "correction": "rlcore_register_corrections",
-    "loss": "rlcore_register_losses",
-    "aggregation": "rlcore_register_aggregations",
-    "launcher": "rlcore_register_launchers",
-    "tracker": "rlcore_register_trackers",
-}
-"""What can be offered, in the words of the configuration, and the hook that collects it."""
-
-_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)*([A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w.+!-]*))?", re.ASCII)
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
-_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """One name that a plugin offers.
-
-    Attributes:
-        kind: a key of :data:`KINDS`.
-        name: as the plugin spells it.
-        target: ``"package.module:Attr"``, or the class itself.
-        plugin: name of the entry point, or the module's path.
-        distribution: what pip installed it as; empty for a module that was named by its path.
-        version: of the distribution; empty where there is none.
-    """
-
-    kind: str
-    name: str
-    target: str | type
-    plugin: str = ""
-    distribution: str = ""
-    version: str = ""
-
-    def __str__(self) -> str:
-        """As messages name it."""
-        return f"{self.kind} {self.name!r} of {_origin(self.plugin, self.distribution, self.version)}"
-
-    @property
-    def path(self) -> str:
-        """The target as text."""
-        return self.target if isinstance(self.target, str) else f"{self.target.__module__}:{self.target.__qualname__}"
-
-
-@dataclass(slots=True, eq=False)
-class Plugin:
-    """One plugin, whatever became of it.
-
-    Attributes:
-        name: of the entry point, or the module's path.
-        module: what it points to (``package.module`` or ``package.module:attr``).
-        distribution: what pip installed it as; empty for a module that was named by its path.
-        version: of the distribution.
-        status: ``ok``, ``broken`` (see ``reason``) or ``off`` (deselected: never imported).
-        reason: why it is not ``ok``, in one line.
-        offers: what it offers, in its own order.
-        hooks: the hooks that it implements.
-    """
-
-    name: str
-    module: str
-    distribution: str = ""
-    version: str = ""
-    status: Literal["ok", "broken", "off"] = "ok"
-    reason: str = ""
-    offers: tuple[Offer, ...] = ()
-    hooks: tuple[str, ...] = ()
-    cause: BaseException | None = None
-
-    def __str__(self) -> str:
-        """As messages name it."""
-        return _origin(self.name, self.distribution, self.version)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json`` and the manifest."""
-        return {
-            "name": self.name,
-            "distribution": self.distribution,
-            "version": self.version,
-            "module": self.module,
-            "status": self.status,
-            "reason": self.reason,
-            "offers": [{"kind": o.kind, "name": o.name, "target": o.path} for o in self.offers],
-            "hooks": list(self.hooks),
-        }
-
-
-def canonical(name: str) -> tuple[str, str | None]:
-    """The normal form of a name and the version it asks for.
-
-    ``my_env``, ``My-Env`` and ``own/my-env@0.1.5`` are one name; ``../x`` and ``a;b`` are none.
-
-    Raises:
-        PluginError: it is not a name.
-    """
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise PluginError(
-            f"{name!r} is not a name: letters, digits, '-', '_' and '.', as in 'my-env' or 'owner/my-env@1.0'"
-        )
-    return re.sub(r"[-_.]+", "-", match[1]).lower(), match[2]
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"``, or what there is, or nothing: the tail of a message about an unknown name."""
-    known = sorted(set(known))
-    close = get_close_matches(name, known, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; there is: {', '.join(known)}" if known else ""
 
 
 class Plugins:
     """The plugins of this process and everything they offer."""
 
-    def __init__(self) -> None:
-        """An empty set; :func:`load_plugins` fills one."""
+    def __init__(self, warn: Callable[[str], None] | None = None) -> None:
+        """An empty set; :func:`load_plugins` fills one. ``warn`` gets warnings, one line each."""
         self._manager = pluggy.PluginManager("rlcore")
         self._manager.add_hookspecs(hookspecs)
         self._by_name: dict[tuple[str, str], list[Offer]] = {}
         self._configured: RunConfig | None = None
         self._muted: set[str] = set()
-        self._warn: Callable[[str], None] = _to_stderr
+        self.warn = warn or _to_stderr
         self.all: list[Plugin] = []
 
     # --- what is there
@@ -199,7 +71,7 @@ class Plugins:
         Raises:
             PluginError: unknown, or the name of several distributions (then ``distribution:name`` picks one).
         """
-        return _pick(name, self.all)
+        return pick(name, self.all)
 
     # --- names to classes
 
@@ -223,7 +95,7 @@ class Plugins:
             found = [
                 o
                 for o in found
-                if wanted in (canonical(o.distribution or "-")[0] if o.distribution else "", _key(o.plugin))
+                if wanted in (canonical(o.distribution or "-")[0] if o.distribution else "", key_of(o.plugin))
             ]
             if not found and path:
                 return Offer(kind, name, name)
@@ -265,7 +137,7 @@ class Plugins:
         """
         found = self.find(plugin)
         recipes = [offer.name for offer in found.offers if offer.kind == "recipe"]
-        default = [name for name in recipes if _key(name) == _key(found.name)] or recipes
+        default = [name for name in recipes if key_of(name) == key_of(found.name)] or recipes
         if len(default) == 1:
             return default[0]
         if not recipes:
@@ -305,7 +177,7 @@ class Plugins:
                 _call(implementation, arguments)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - an observer never harms the run
                 self._muted.add(plugin)
-                self._warn(f"observer {plugin!r} is switched off: it failed in {hook}: {reason(error)}")
+                self.warn(f"observer {plugin!r} is switched off: it failed in {hook}: {reason(error)}")
 
     def configure(self, config: RunConfig) -> None:
         """Tell every plugin the resolved configuration, also those that are registered later.
@@ -339,7 +211,7 @@ class Plugins:
             try:
                 _call(implementation, {"group": group})
             except (Exception, SystemExit) as error:  # noqa: BLE001 - a broken command must not break the others
-                self._warn(f"the commands of plugin {implementation.plugin_name!r} are missing: {reason(error)}")
+                self.warn(f"the commands of plugin {implementation.plugin_name!r} are missing: {reason(error)}")
 
     def _implementations(self, hook: str) -> Iterator[pluggy.HookImpl]:
         """Implementations in pluggy's order: the last registered first."""
@@ -384,7 +256,7 @@ class Plugins:
             plugin.status, plugin.reason, plugin.cause = "broken", reason(error), error
             raise PluginError(f"plugin {plugin} is broken: {plugin.reason}") from error
         for offer in plugin.offers:
-            self._by_name.setdefault((offer.kind, _key(offer.name)), []).append(offer)
+            self._by_name.setdefault((offer.kind, key_of(offer.name)), []).append(offer)
 
     def _check(self, implementation: object) -> tuple[str, ...]:
         """The hooks of a plugin, after refusing what behaves differently across versions of pluggy."""
@@ -424,93 +296,11 @@ class Plugins:
         return tuple(offers)
 
 
-def load_plugins(
-    names: Sequence[str] = (),
-    *,
-    blocked: Sequence[str] = (),
-    environ: Mapping[str, str] | None = None,
-    warn: Callable[[str], None] | None = None,
-) -> Plugins:
-    """Discover and load the plugins of this process.
-
-    Args:
-        names: plugins that must be there (``--plugin``): names of entry points, or dotted paths of modules.
-        blocked: names of plugins that are not imported (``--no-plugin``).
-        environ: where ``RLCORE_PLUGINS`` is looked up. Unset: all plugins; empty: the core's own; ``a,b``: those too.
-        warn: gets one line for each broken plugin; writes to stderr by default.
-
-    Raises:
-        PluginError: a plugin that was asked for by name is unknown or broken, or is blocked at the same time.
-    """
-    environ = os.environ if environ is None else environ
-    plugins = Plugins()
-    plugins._warn = warn or _to_stderr
-    found = sorted(_scan(), key=lambda p: (p.name != "builtin", p.name, p.distribution))
-
-    off = [_pick(name, found) for name in blocked]
-    selection = environ.get("RLCORE_PLUGINS")
-    strict = []
-    for name in [*names, *(selection or "").split(",")]:
-        if name := name.strip():
-            strict.append(_find_or_add(name, found))
-            if strict[-1] in off:
-                raise ConfigError(f"plugin {name!r} is both asked for and blocked by --no-plugin")
-
-    for plugin in found:
-        if plugin in off or (selection is not None and plugin not in strict and plugin.name != "builtin"):
-            plugin.status, plugin.reason = "off", "--no-plugin" if plugin in off else "not in RLCORE_PLUGINS"
-            plugins.all.append(plugin)
-            continue
-        try:
-            plugins.register(plugin)
-        except PluginError as error:
-            if plugin in strict:
-                raise
-            plugins._warn(f"{error} (left out)")
-    return plugins
-
-
-def _scan() -> Iterator[Plugin]:
-    """One :class:`Plugin` for each entry point of the group."""
-    from importlib.metadata import entry_points
-
-    for entry in entry_points(group=GROUP):
-        distribution, version = "", ""
-        if entry.dist is not None:
-            # the first lines of METADATA, without parsing the whole text as an e-mail
-            for line in (entry.dist.read_text("METADATA") or entry.dist.read_text("PKG-INFO") or "").splitlines():
-                key, _, value = line.partition(": ")
-                if key == "Name":
-                    distribution = value.strip()
-                elif key == "Version":
-                    version = value.strip()
-                if not line or (distribution and version):
-                    break
-        yield Plugin(entry.name, entry.value, distribution, version)
-
-
-def _find_or_add(name: str, found: list[Plugin]) -> Plugin:
-    """The plugin of that name or path; else an importable module, which is added as a plugin in development."""
-    for plugin in found:
-        if plugin.module == name:
-            return plugin
-    try:
-        return _pick(name, found)
-    except PluginError:
-        if _MODULE.fullmatch(name) is None:
-            raise
-        if os.getcwd() not in sys.path:  # a plugin in development; the current folder is searched last
-            sys.path.append(os.getcwd())
-        if name.isidentifier() and importlib.util.find_spec(name) is None:
-            raise
-    found.append(Plugin(name, name))
-    return found[-1]
-
-
-def _pick(name: str, plugins: Sequence[Plugin]) -> Plugin:
+def pick(name: str, plugins: Sequence[Plugin]) -> Plugin:
+    """The plugin that a name, or ``distribution:name``, means."""
     owner, _, bare = name.rpartition(":")
     key, version = canonical(bare)
-    found = [p for p in plugins if _key(p.name) == key]
+    found = [p for p in plugins if key_of(p.name) == key]
     if owner:
         found = [p for p in found if p.distribution and canonical(p.distribution)[0] == canonical(owner)[0]]
     if not found:
@@ -536,7 +326,7 @@ def _register(offers: list[Offer], kind: str, plugin: Plugin, name: str, target:
         raise PluginError(
             f"the target of {kind} {name!r} is a {type(target).__name__}: a class or 'package.module:Class'"
         )
-    if any(offer.kind == kind and _key(offer.name) == key for offer in offers):
+    if any(offer.kind == kind and key_of(offer.name) == key for offer in offers):
         raise PluginError(f"it offers {kind} {name!r} twice")
     offers.append(Offer(kind, name, target, plugin.name, plugin.distribution, plugin.version))
 
@@ -552,24 +342,6 @@ def _import(path: str) -> Any:
     for attribute in filter(None, attributes.split(".")):
         loaded = getattr(loaded, attribute)
     return loaded
-
-
-def _key(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _origin(plugin: str, distribution: str, version: str) -> str:
-    if not plugin:
-        return "no plugin"
-    return f"{plugin} ({distribution} {version})" if distribution else plugin
-
-
-def reason(error: BaseException) -> str:
-    """What was raised, in one line."""
-    text = " ".join(str(error).split())
-    if isinstance(error, (RlcoreError, pluggy.PluginValidationError)) and text:
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _to_stderr(line: str) -> None:
