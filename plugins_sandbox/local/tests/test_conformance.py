@@ -1,8 +1,10 @@
 """The whole contract, as the user who runs the tests and as one without privileges."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from rlcore.testing.sandbox import BEHAVIOURS, SandboxConformance
@@ -35,17 +37,14 @@ class TestLocal(SandboxConformance):
 
 
 @pytest.fixture
-def as_another_user(tmp_path_factory):
+def as_another_user():
     """Run the kit in a process of an unprivileged user, with an interpreter that this user may read."""
-    folder = tmp_path_factory.mktemp("other")
-    for path in (folder, *folder.parents):
-        if path.stat().st_mode & 0o011 != 0o011:
-            path.chmod(path.stat().st_mode | 0o011)
+    folder = tempfile.mkdtemp(prefix="rlcore-test-")  # pytest's own folders are closed to other users
     os.chown(folder, USER, USER)
     here = f"python{sys.version_info.major}.{sys.version_info.minor}"
     environ = {
         "HOME": "/nonexistent",
-        "TMPDIR": str(folder),
+        "TMPDIR": folder,
         "PYTHONPATH": ":".join(sys.path[1:]),
         "PATH": os.environ["PATH"],
     }
@@ -73,7 +72,8 @@ def as_another_user(tmp_path_factory):
             reasons.append(f"{python}: {done.stderr}")
         raise AssertionError("\n".join(reasons))
 
-    return lambda only: run("-c", AS_ANOTHER_USER, str(folder), only)
+    yield lambda only: run("-c", AS_ANOTHER_USER, folder, only)
+    shutil.rmtree(folder)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="the tests run without privileges already")
