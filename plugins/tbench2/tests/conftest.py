@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ class ScriptedClient:
             raise PolicyUnavailable("the script is over")
         reply = self.replies[turn]
         text, finish = (reply, "stop") if isinstance(reply, str) else reply
+        if finish == "hang":
+            await asyncio.sleep(60)
         return Completion((), (), FinishReason(finish), text=text, completion_tokens=max(len(text) // 4, 1))
 
     async def abort(self, request_id: str) -> None: ...

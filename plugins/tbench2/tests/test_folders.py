@@ -304,7 +304,6 @@ def test_tasks_are_found_at_any_depth_and_what_is_passed_over_is_counted(make_fo
     assert [path.name for path in found.templates] == ["template"]
     tasks = TaskFolders(TaskFolders.Config(path=str(tmp_path / "set"))).load()
     assert [task.id for task in tasks] == names
-    assert tasks[0].sandbox.labels == {"task": "003.-with-space"}
 
 
 def test_a_root_that_is_a_task_is_one_and_gives_way_to_tasks_inside(make_folder, tmp_path):

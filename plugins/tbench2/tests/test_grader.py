@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import asynccontextmanager
+from pathlib import Path
+
 import pytest
-from rlcore.types import Budget, Task
+from rlcore.errors import SandboxLost
+from rlcore.types import Budget, Task, Trajectory
+from rlcore_tbench2.grader import TaskGrader
+from rlcore_tbench2.oracle import ATTEMPTS, run_oracle
+from rlcore_tbench2.stage import prepare
 
 pytestmark = pytest.mark.anyio
 
@@ -41,10 +49,6 @@ async def test_tests_run_in_the_workdir_with_their_environment_and_own_interpret
 
 
 async def test_only_environment_files_reach_the_agent_and_tests_are_gone_after_the_verdict(make_task, backend):
-    from rlcore.types import Trajectory
-    from rlcore_tbench2.grader import TaskGrader
-    from rlcore_tbench2.stage import prepare
-
     files = {
         "solution/solve.sh": "echo 42 > answer.txt",
         "environment/Dockerfile": "FROM a\n",
@@ -203,13 +207,9 @@ async def test_a_sandbox_that_dies_is_the_infrastructures_fault(play, make_task,
     task = make_task("#!/bin/sh\nsleep 5; echo 1 > /logs/verifier/reward.txt\n")
 
     async def end_it() -> None:
-        import asyncio
-
         await asyncio.sleep(1.0)
         for info in await backend.list({}):
             await backend.delete(info.id)
-
-    import asyncio
 
     killing = asyncio.ensure_future(end_it())
     played = await play(task, ["TASK_COMPLETE"])
@@ -234,3 +234,67 @@ async def test_a_health_check_is_waited_for_before_the_agent_begins(play, make_t
     played = await play(make_task(toml=toml), ["TASK_COMPLETE"])
     assert played.trajectory.end == end
     assert len(played.requests) == (end == "task_complete")
+
+
+async def test_folders_of_any_content_are_staged_whole(make_task, backend):
+    files = {f"environment/many/{number}.txt": str(number) for number in range(20)}
+    files |= {
+        "environment/Dockerfile": "FROM a\n",
+        "environment/sub/Dockerfile": "kept",
+        "environment/run.sh": "a\r\nb\r\n",
+    }
+    task = make_task(files=files)
+    environment = Path(task.data["upload"])
+    (environment / "empty").mkdir()
+    (environment / "link").symlink_to("many/3.txt")
+    (environment / "run.sh").chmod(0o755)
+    sandbox = await backend.start(task.sandbox)
+    try:
+        await prepare(task, sandbox)
+        shown = await sandbox.exec(
+            "find . -type f | wc -l; cat link; echo; ls; cat -A run.sh; ls sub; test -x run.sh && echo x", timeout=9
+        )
+        assert shown.stdout.split() == [
+            "22",
+            "3",
+            "empty",
+            "link",
+            "many",
+            "run.sh",
+            "sub",
+            "a$",
+            "b$",
+            "Dockerfile",
+            "x",
+        ]
+    finally:
+        await sandbox.close()
+
+
+async def test_the_tests_run_as_the_verifiers_user(play, make_task):
+    toml = (
+        '[metadata.rlcore]\nimage_optional = true\n[environment]\nworkdir = "/workspace"\nnetwork_mode = "no-network"\n'
+    )
+    task = make_task(
+        "#!/bin/sh\nid -un\necho 1 > /logs/verifier/reward.txt\n", toml=toml + '[verifier]\nuser = "agent"\n'
+    )
+    trajectory = await verdict_of(play, task)
+    assert trajectory.reward == 1.0
+    assert trajectory.info["verifier"]["log"] == "agent"
+
+
+async def test_the_oracle_tries_again_what_the_infrastructure_ended(make_task, open_sandbox):
+    task = make_task(HONEST, files={"solution/solve.sh": "echo 42 > answer.txt\n"})
+    for failures, reward in ((ATTEMPTS - 1, 1.0), (ATTEMPTS, None)):
+        left = [SandboxLost("gone")] * failures
+
+        @asynccontextmanager
+        async def flaky(spec, task_id, left=left):
+            if left:
+                raise left.pop()
+            async with open_sandbox(spec, task_id) as sandbox:
+                yield sandbox
+
+        (row,) = await run_oracle([task], flaky, TaskGrader(TaskGrader.Config()))
+        assert row["reward"] == reward
+        assert row["ok"] is (reward == 1.0)

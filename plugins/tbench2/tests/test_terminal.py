@@ -163,10 +163,15 @@ async def test_nothing_of_the_host_or_the_policy_is_in_the_sandbox(play, make_ta
 
 
 @pytest.mark.fault("LOOP-14")
-@pytest.mark.parametrize("at", ["agent", "verify"])
+@pytest.mark.parametrize("at", ["prepare", "policy", "command", "verify"])
 async def test_a_cancelled_attempt_ends_at_once_and_leaves_no_sandbox(play, make_task, backend, at):
-    task = make_task("#!/bin/sh\nsleep 60; echo 1 > /logs/verifier/reward.txt\n")
-    replies = ["sleep 60"] if at == "agent" else ["task_complete"]
+    toml = (
+        '[metadata.rlcore]\nimage_optional = true\n[environment]\nworkdir = "/workspace"\nnetwork_mode = "no-network"\n'
+    )
+    if at == "prepare":
+        toml += 'healthcheck = {command = "sleep 60", timeout_sec = 60}\n'
+    task = make_task("#!/bin/sh\nsleep 60; echo 1 > /logs/verifier/reward.txt\n", toml=toml)
+    replies = {"policy": [("", "hang")], "command": ["sleep 60"]}.get(at, ["task_complete"])
     attempt = asyncio.ensure_future(play(task, replies))
     await asyncio.sleep(1.0)
     attempt.cancel()

@@ -116,6 +116,7 @@ def make(
     examples: Annotated[int, typer.Option(help="Solved examples of the same kind in each prompt.")] = 2,
     words: Annotated[Path | None, typer.Option(help="File of words in place of the split's pool.")] = None,
     demo_words: Annotated[Path | None, typer.Option(help="File of words for the examples.")] = None,
+    base_image: Annotated[str, typer.Option(help="What the Dockerfiles start from.")] = "debian:bookworm-slim",
     as_json: AsJson = False,
 ) -> None:
     """Write the bundled task set: small shell tasks as real task folders, the same for the same arguments."""
@@ -132,6 +133,7 @@ def make(
         examples=examples,
         words=_words(words),
         demo_words=_words(demo_words),
+        base_image=base_image,
     )
     if as_json:
         _print_json({"folder": str(folder), "tasks": len(names) * per_kind, "kinds": list(names)})

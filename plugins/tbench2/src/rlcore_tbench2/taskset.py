@@ -224,7 +224,6 @@ class TaskFolders:
                 user=file.agent.user,
                 env=filled(file.env, f"{where}: environment.env", config.host_env),
                 network=(file.agent.network_mode or file.network_mode) == "public",
-                labels={"task": _label(folder.id)},
             ),
             data=data,
             metadata=metadata,
@@ -311,11 +310,6 @@ def read_split(path: Path) -> dict[str, str]:
 
 def _at_most(seconds: float | None, cap: float | None) -> float | None:
     return cap if seconds is None else seconds if cap is None else min(seconds, cap)
-
-
-def _label(name: str) -> str:
-    """A name that every provider takes as a label: letters, digits, dots and dashes, 63 characters."""
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip("-.")[:63].strip("-.") or "task"
 
 
 def _why_none(report: Report) -> str:

@@ -35,6 +35,7 @@ def write_tasks(
     words: Sequence[str] | None = None,
     demo_words: Sequence[str] | None = None,
     examples: int = 2,
+    base_image: str = "debian:bookworm-slim",
 ) -> Path:
     """Write ``len(kinds) * per_kind`` tasks as ``folder/<kind>-<number>`` and return ``folder``.
 
@@ -50,6 +51,7 @@ def write_tasks(
         words: a pool in place of the split's own.
         demo_words: a pool in place of ``demo`` for the solved examples.
         examples: solved examples of the same kind in each prompt.
+        base_image: what the Dockerfiles start from, for backends that build images.
 
     Raises:
         ConfigError: an unknown split or kind, pools that overlap or are too small, a folder that holds something else.
@@ -69,6 +71,7 @@ def write_tasks(
         "per_kind": per_kind,
         "seed": seed,
         "examples": examples,
+        "base_image": base_image,
         "pools": hashlib.sha256(json.dumps([pool, demo_pool]).encode()).hexdigest(),
     }
     manifest = folder / MANIFEST
@@ -84,7 +87,7 @@ def write_tasks(
             for number, (instance, shown) in enumerate(
                 _instances(KINDS[name], split, per_kind, seed, pool, demo_pool, examples)
             ):
-                _write_task(staging / f"{name}-{number:04d}", KINDS[name], split, instance, shown)
+                _write_task(staging / f"{name}-{number:04d}", KINDS[name], split, instance, shown, base_image)
         (staging / MANIFEST).write_text(json.dumps(arguments, indent=1) + "\n", "utf-8")
         if folder.exists():
             shutil.rmtree(folder)
@@ -143,11 +146,13 @@ def _instances(
     return made
 
 
-def _write_task(folder: Path, kind: Kind, split: str, instance: Instance, shown: Sequence[Instance]) -> None:
+def _write_task(
+    folder: Path, kind: Kind, split: str, instance: Instance, shown: Sequence[Instance], base_image: str
+) -> None:
     files = {
         "task.toml": _task_toml(kind, split, instance, shown),
         "instruction.md": instance.instruction,
-        "environment/Dockerfile": _dockerfile(instance),
+        "environment/Dockerfile": _dockerfile(instance, base_image),
         "solution/solve.sh": _script(command for command, _ in instance.steps),
         "solution/wrong.sh": _script([instance.wrong]),
         "tests/test.sh": _test(instance),
@@ -165,10 +170,10 @@ def _script(commands: Iterable[str]) -> str:
     return "#!/bin/sh\nset -e\n" + "".join(f"{command}\n" for command in commands)
 
 
-def _dockerfile(instance: Instance) -> str:
+def _dockerfile(instance: Instance, base_image: str) -> str:
     roots = sorted({path.split("/")[0] for path in instance.seeds})
     copies = "".join(f"COPY {root} /workspace/{root}\n" for root in roots)
-    return f"FROM debian:bookworm-slim\nWORKDIR /workspace\n{copies}"
+    return f"FROM {base_image}\nWORKDIR /workspace\n{copies}"
 
 
 def _task_toml(kind: Kind, split: str, instance: Instance, shown: Sequence[Instance]) -> str:
