@@ -69,6 +69,7 @@ async def play(client: Any) -> Session:
 @pytest.mark.parametrize("client", ["sglang"], indirect=True)
 async def test_the_wire_changes_nothing(client: Any, context: RunContext) -> None:
     over_http = await play(client)
+    assert client.context_length == 512
     embedded = EmbeddedPolicy(EmbeddedPolicy.Config())
     await embedded.start(context)
     in_process = await play(embedded)

@@ -61,6 +61,7 @@ __all__ = [
     "Taskset",
     "Tracker",
     "Trainer",
+    "WindowedClient",
 ]
 
 
@@ -131,6 +132,16 @@ class RoutingClient(Protocol):
 
     def release(self, session_id: str) -> None:
         """A session ended: its engine has room for another. Unknown ids are fine."""
+        ...
+
+
+@runtime_checkable
+class WindowedClient(Protocol):
+    """What a policy client may have beside: it knows how long a sequence its model takes."""
+
+    @property
+    def context_length(self) -> int | None:
+        """Prompt and sampled tokens of one sequence; a session's budget is never more. ``None``: it does not know."""
         ...
 
 

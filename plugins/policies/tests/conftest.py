@@ -185,6 +185,7 @@ class Server:
         self.aborts: list[str] = []
         self.live = self.peak = self.finished = 0
         self.models = ["toy"]
+        self.window: int | None = None
         self.version: str | None = "3"
         self._running: dict[str, asyncio.Event] = {}
         self.url = ""
@@ -252,7 +253,9 @@ class Server:
         return Response("", 200)
 
     async def list_models(self, request: Request) -> Response:
-        return Response(json.dumps({"object": "list", "data": [{"id": m, "object": "model"} for m in self.models]}))
+        return Response(
+            json.dumps({"object": "list", "data": [{"id": m, "max_model_len": self.window} for m in self.models]})
+        )
 
     async def info(self, request: Request) -> Response:
         return Response(json.dumps({"running_rids": list(self._running)}))

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 from rlcore.errors import ConfigError, PolicyUnavailable, Throttled
 from rlcore.rollout.ledger import RequestLedger
-from rlcore.rollout.session import Session
+from rlcore.rollout.session import BudgetExhausted, Session
 from rlcore.types import Budget, FinishReason, Message, RunContext, Sampling
 from rlcore_policies.native import SGLangClient
 
@@ -145,6 +145,22 @@ async def test_versions(connect: Any, server: Any, request_of: Any) -> None:
     server.behave = lambda body: {"answer": {"meta_info": {"weight_version": "main"}}}
     with pytest.raises(PolicyUnavailable, match="weight_version 'main'"):
         await client.complete(request_of())
+
+
+@pytest.mark.fault("CLI-05")
+async def test_a_session_never_goes_past_the_models_window(connect: Any, server: Any, serving: Any) -> None:
+    server.window = 40
+    async with serving() as other:
+        for urls, window in (([other.url], None), ([server.url, other.url, "http://127.0.0.1:9"], 40)):
+            client = await connect("sglang", urls)
+            assert client.context_length == window
+    session = session_of(await connect("sglang"))
+    assert session.left.tokens == 40
+    await session.ask([Message("user", "x")])
+    assert server.bodies[0]["sampling_params"]["max_new_tokens"] == 40 - len(server.bodies[0]["input_ids"])
+    with pytest.raises(BudgetExhausted):
+        await session.ask([Message("user", "y" * 100)])
+    assert len(server.bodies) == 1
 
 
 async def test_a_full_queue_throttles(connect: Any, server: Any, request_of: Any) -> None:

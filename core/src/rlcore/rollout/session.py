@@ -12,7 +12,7 @@ from time import monotonic
 from zlib import crc32
 
 from rlcore.errors import InfraError, PolicyUnavailable, Throttled
-from rlcore.protocols import PolicyClient, Renderer, RoutingClient
+from rlcore.protocols import PolicyClient, Renderer, RoutingClient, WindowedClient
 from rlcore.rollout.budget import BudgetExhausted, Meter
 from rlcore.rollout.ledger import RequestLedger
 from rlcore.rollout.render import visible
@@ -60,7 +60,7 @@ class Session:
         ledger: gets every request before it is sent.
         session_id: the same for every turn: the routing key.
         sampling: how to sample; a seed is varied by session and turn, or siblings would be copies.
-        budget: its clock starts now.
+        budget: its clock starts now; its tokens are never more than the model takes, where the client knows that.
         clock: monotonic seconds.
     """
 
@@ -79,6 +79,9 @@ class Session:
         self._id = session_id
         self._sampling = sampling
         self._clock = clock
+        window = client.context_length if isinstance(client, WindowedClient) else None
+        if window is not None and window < budget.tokens_per_session:
+            budget = replace(budget, tokens_per_session=window)
         self._meter = Meter(budget, clock)
         self._messages: list[Message] = []
         self._turns: list[Turn] = []

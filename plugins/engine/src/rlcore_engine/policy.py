@@ -53,6 +53,11 @@ class EmbeddedPolicy:
         """The renderer of the engine's tokenizer."""
         return self.engine.renderer
 
+    @property
+    def context_length(self) -> int:
+        """Tokens of a sequence."""
+        return self.engine.worker.model.context_length
+
     async def complete(self, request: ModelRequest) -> Completion:
         """One generation; when ``request.seconds`` are over it is aborted."""
         if request.prompt_ids is None:

@@ -70,6 +70,7 @@ class SGLangClient:
         self._router = Router((), rest_seconds=config.rest_seconds)
         self._calls = Calls(self._end)
         self._engine_of: dict[str, str] = {}
+        self._window: int | None = None
 
     async def start(self, context: RunContext) -> None:
         """Load the tokenizer and open the connections.
@@ -101,6 +102,13 @@ class SGLangClient:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=1024),
             timeout=httpx.Timeout(CONTROL_SECONDS, connect=self._config.connect_seconds),
         )
+        windows = [w for w in await asyncio.gather(*map(self._window_of, urls)) if w is not None]
+        self._window = min(windows, default=None)
+
+    @property
+    def context_length(self) -> int | None:
+        """The shortest window of the engines, as far as they said at the start."""
+        return self._window
 
     @property
     def renderer(self) -> Renderer | None:
@@ -203,6 +211,15 @@ class SGLangClient:
             # the closed connection, which follows, is the other way to say it; the ledger's sweep finds the rest
             if (engine := self._engine_of.get(request_id)) is not None:
                 self._router.failed(engine)
+
+    async def _window_of(self, engine: str) -> int | None:
+        try:
+            models = (await self._control("GET", engine, "/v1/models")).get("data")
+        except InfraError as error:
+            log.warning("the context length is not known: %s", error)
+            return None
+        model = models[0] if isinstance(models, list) and models else None
+        return _count(model.get("max_model_len")) or None if isinstance(model, dict) else None
 
     async def _abort_at(self, worker: str, request_id: str) -> None:
         try:
