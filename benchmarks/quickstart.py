@@ -21,37 +21,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from side_env import ensure
+
 HERE = Path(__file__).parent
-SIDE = HERE / ".venv-trl"
-SIDE_PACKAGES = ["trl==1.16.0", "accelerate", "datasets", "dill", "multiprocess", "xxhash", "pandas", "aiohttp"]
-"""Installed without their dependencies; the rest comes from the environment that runs this."""
 
 GROUP, NEW_TOKENS, LEARNING_RATE = 8, 20, 4e-5
 KINDS = ("append", "copy", "count", "touch", "grep", "write")
 """Kinds that one answer solves: TRL's trainer plays a single turn."""
 DECODE_ROWS, DECODE_TOKENS = 16, 64
-
-
-# --- the other side's environment -------------------------------------------------------------------------------------
-
-
-def side_python() -> Path:
-    """The interpreter of the side environment, which sees this one's packages; made if it is not there."""
-    import sysconfig
-
-    python = SIDE / "bin" / "python"
-    if (
-        subprocess.run([python, "-c", "import trl"], capture_output=True, check=False).returncode
-        if python.exists()
-        else 1
-    ):
-        print(f"making {SIDE} …", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--clear", SIDE], check=True)
-        (site,) = SIDE.glob("lib/python*/site-packages")
-        (site / "main.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", *SIDE_PACKAGES]
-        subprocess.run([*map(str, pip)], check=True)
-    return python
 
 
 class Worker:
@@ -278,7 +255,7 @@ def main() -> int:
         {"ours": ours, "decode": decode}[arguments.worker](json.loads(arguments.options))
         return 0
 
-    python = side_python()
+    python = ensure()
     path, rows, ids = questions()
     report: dict[str, Any] = {"machine": {"cpu": _cpu(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}}
     with tempfile.TemporaryDirectory() as folder:
