@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Container, Mapping
+from functools import partial
 
 from rlcore.errors import TaskError
 
@@ -40,4 +41,4 @@ def filled(values: Mapping[str, str], where: str, allowed: Container[str] | None
             )
         raise TaskError(f"{where}.{key}: the host variable {name} is not set and has no default")
 
-    return {key: _REFERENCE.sub(lambda match, key=key: value(key, match), text) for key, text in values.items()}
+    return {key: _REFERENCE.sub(partial(value, key), text) for key, text in values.items()}

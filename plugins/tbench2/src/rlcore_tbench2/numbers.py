@@ -15,7 +15,7 @@ def statistics_of(report: Report) -> dict[str, Any]:
     """Counts and quartiles over the tasks that can run, and how many folders of each sort there are."""
     folders = report.folders
     files = [folder.file for folder in folders]
-    numbers = {
+    numbers: dict[str, list[float | None]] = {
         "agent seconds": [file.agent.timeout_sec for file in files],
         "verifier seconds": [file.verifier.timeout_sec for file in files],
         "build seconds": [file.build_timeout_sec for file in files],

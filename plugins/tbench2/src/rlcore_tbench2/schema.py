@@ -168,7 +168,8 @@ def _show(value: Any) -> str:
         return f'the string "{value}"'
     if isinstance(value, (int, float)):
         return f"the number {value}"
-    return {dict: "a table", list: "a list"}.get(type(value), f"a {type(value).__name__}")
+    names: dict[type, str] = {dict: "a table", list: "a list"}
+    return names.get(type(value), f"a {type(value).__name__}")
 
 
 def _string(table: _Table, name: str, value: Any) -> str:
@@ -378,7 +379,7 @@ class _Parser:
             if root.has(name) and not isinstance(root.raw[name], str):
                 raise root.refuse(name, f'must be a string such as "1.1", got {_show(root.raw[name])}')
         old = root.raw.pop("version", None)
-        schema = root.raw.pop("schema_version", old)
+        schema: str | None = root.raw.pop("schema_version", old)
         if schema is None:
             if empty:
                 self.warnings.append("no version key; treated as current")
@@ -386,7 +387,7 @@ class _Parser:
             self.warnings.append(
                 f'version "{schema}" is not a Harbor schema version ({VERSIONS[0]}-{VERSIONS[-1]}); read as Harbor 1.x'
             )
-        return schema  # type: ignore[no-any-return]
+        return schema
 
     def _task(self, root: _Table) -> tuple[str | None, tuple[Mapping[str, str], ...]]:
         table = root.table("task")
@@ -476,8 +477,8 @@ class _Parser:
 
     def _size_of(self, table: _Table, name: str) -> int | None:
         shown = table.raw.get(name)
-        old = table.take(name, _size)
-        new = table.take(f"{name}_mb", _megabytes)
+        old: int | None = table.take(name, _size)
+        new: int | None = table.take(f"{name}_mb", _megabytes)
         if old is not None:
             if new is not None and new != old:
                 raise _Refused(f'{table.path}: {name} "{shown}" ({old} MB) and {name}_mb {new} disagree; keep one')
