@@ -232,6 +232,9 @@ def test_one_name_of_two_distributions_is_an_error_at_use(install: Install, rlco
     assert "'cloud-dist:cloud'" in str(error.value)
     assert plugins.offer("sandbox", "other_dist:cloud").target == "other_impl:Cloud"
     assert plugins.offer("sandbox", "cloud-dist:cloud").target == "cloud_impl:Cloud"
+    assert plugins.offer("sandbox", "cloud:cloud").target == "cloud_impl:Cloud"
+    with pytest.raises(PluginError, match="no sandbox named 'cloud:clowd'; did you mean 'cloud'"):
+        plugins.offer("sandbox", "cloud:clowd")
     listed = rlcore("plugins", "list")
     assert "claimed by other-dist too" in listed.stdout
     assert listed.returncode == 0

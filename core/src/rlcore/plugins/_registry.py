@@ -85,20 +85,13 @@ class Plugins:
         if kind not in KINDS:
             raise PluginError(f"{kind!r} is not a kind of offer{nearest(kind, KINDS)}")
         owner, _, bare = name.rpartition(":")
-        path = bool(owner) and _TARGET.fullmatch(name) is not None
-        if path and canonical(bare)[0] not in {n for k, n in self._by_name if k == kind}:
-            return Offer(kind, name, name)
-        key, version = canonical(bare)
-        found = self._by_name.get((kind, key), [])
+        found = self._by_name.get((kind, key_of(bare.rpartition("/")[2].partition("@")[0])), [])
         if owner:
-            wanted, _ = canonical(owner)
-            found = [
-                o
-                for o in found
-                if wanted in (canonical(o.distribution or "-")[0] if o.distribution else "", key_of(o.plugin))
-            ]
-            if not found and path:
+            found = [o for o in found if key_of(owner) in (key_of(o.distribution), key_of(o.plugin))]
+            known = any(key_of(owner) in (key_of(p.distribution), key_of(p.name)) for p in self.all)
+            if not found and ("." in owner or not known) and _TARGET.fullmatch(name):
                 return Offer(kind, name, name)
+        _, version = canonical(bare)
         if not found:
             message = f"no {kind} named {name!r}{nearest(bare, self.names(kind))}"
             for plugin in self.broken:
