@@ -38,7 +38,7 @@ async def test_a_saved_checkpoint_is_the_latest(tmp_path: Path) -> None:
 @pytest.mark.fault("CKP-02")
 async def test_a_failed_save_keeps_the_only_checkpoint(tmp_path: Path) -> None:
     await checkpoints.save(tmp_path, 3, {}, write, keep=1)
-    with pytest.raises(RunFailed, match="step 6 could not be written.*No space left"):
+    with pytest.raises(RunFailed, match=r"step 6 could not be written.*No space left"):
         await checkpoints.save(tmp_path, 6, {}, fail_after_a_file, keep=1)
     assert [path.name for path in checkpoints.complete(tmp_path)] == ["step-000003"]
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
