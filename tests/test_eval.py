@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -12,8 +13,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import uvicorn
@@ -94,14 +96,27 @@ def expert(tasks: Path) -> Iterator[Expert]:
     sock.close()
 
 
-def rlcore(*arguments: str, start: bool = False) -> Any:
-    """Run the command, or only start it."""
+class Done(NamedTuple):
+    """What a command came to."""
+
+    returncode: int | str | None
+    stdout: str
+    stderr: str
+
+
+def rlcore(*arguments: str) -> Done:
+    """Run the command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.raises(SystemExit) as ended, redirect_stdout(out), redirect_stderr(err):
+        main(arguments)
+    return Done(ended.value.code, out.getvalue(), err.getvalue())
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """Start the command in a process of its own."""
     line = [sys.executable, "-m", "rlcore", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
-    if start:
-        return subprocess.Popen(line, **pipes)
-    return subprocess.run(line, timeout=120, check=False, **pipes)
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 @pytest.fixture
@@ -164,7 +179,7 @@ def test_success_interval_ends_and_tasks(line: Sequence[str], expert: Expert, tm
 @pytest.mark.fault("CKP-08")
 def test_killed_and_begun_again_gives_the_same_table(line: Sequence[str], expert: Expert, tmp_path: Path) -> None:
     expert.seconds = 0.3
-    process = rlcore(*line, "--in-flight", "2", start=True)
+    process = start(*line, "--in-flight", "2")
     out = tmp_path / "out"
     wait_for(lambda: (out / "attempts.jsonl").exists() and len(records(out)) >= 2)
     process.kill()
@@ -186,7 +201,7 @@ def test_killed_and_begun_again_gives_the_same_table(line: Sequence[str], expert
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_ends_cleanly(line: Sequence[str], expert: Expert, tmp_path: Path, number: int) -> None:
     expert.seconds = 60.0
-    process = rlcore(*line, start=True)
+    process = start(*line)
     wait_for(lambda: expert.live == TASKS)
     started = time.monotonic()
     process.send_signal(number)
@@ -205,7 +220,7 @@ def test_interrupted_it_ends_cleanly(line: Sequence[str], expert: Expert, tmp_pa
 
 def test_two_processes_do_not_share_a_directory(line: Sequence[str], expert: Expert) -> None:
     expert.seconds = 60.0
-    process = rlcore(*line, start=True)
+    process = start(*line)
     wait_for(lambda: expert.live > 0)
     second = rlcore(*line)
     process.send_signal(signal.SIGINT)
@@ -253,17 +268,13 @@ def test_a_policy_that_is_not_there_is_said_soon(line: Sequence[str], tmp_path: 
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
-def test_bad_input_is_one_clear_error(
-    tasks: Path, tmp_path: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["eval", str(tasks), "--out", str(tmp_path / "out"), *arguments])
-    said = capsys.readouterr()
-    assert ended.value.code == 2, said.err
-    (error,) = [text for text in said.err.splitlines() if text.strip()]
+def test_bad_input_is_one_clear_error(tasks: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
+    done = rlcore("eval", str(tasks), "--out", str(tmp_path / "out"), *arguments)
+    assert done.returncode == 2, done.stderr
+    (error,) = done.stderr.splitlines()
     assert words in error
     assert "sk-123" not in error
-    assert not said.out
+    assert not done.stdout
 
 
 def test_a_directory_of_something_else_is_refused(line: Sequence[str], tasks: Path, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def test_every_event_is_written_and_counted(tmp_path: Path, clock: Any) -> None:
         "failed_requests": 1,
         "aborted_requests": 1,
         "lost_requests": 0,
+        "rewritten_prompts": 0,
         "wasted_tokens": 9,
         "zombie_requests": 0,
     }

@@ -49,11 +49,12 @@ def check_rows(turns: Any) -> list[Sample]:
 
 @pytest.mark.fault("MASK-01")
 async def test_sampled_ids_are_sent_and_trained_as_they_were(open_session: Any, say: Any, user: Any) -> None:
-    session, client, _ = open_session([say("ab<e>"), say("b<e>")])
+    session, client, ledger = open_session([say("ab<e>"), say("b<e>")])
     assert isinstance(session, SessionProtocol)
     assert isinstance(client, PolicyClient)
     assert (await session.ask(user("x"))).text == "ab"  # "a" and "b": the tokenizer itself would merge them to one id
     await session.ask(user("y"))
+    assert ledger.metrics()["rewritten_prompts"] == 0
     sampled = say("ab<e>").token_ids
     assert len(sampled) == 3
     first, second = session.turns
@@ -81,16 +82,18 @@ async def test_only_sampled_ids_are_in_the_mask(open_session: Any, say: Any) -> 
 
 
 @pytest.mark.fault("MASK-03")
+@pytest.mark.fault("MASK-12")
 async def test_a_template_that_rewrites_the_past_starts_a_new_row(
     open_session: Any, say: Any, user: Any, templates: Any
 ) -> None:
     script = [say(f"why{n}</think>do{n}<e>") for n in range(3)]
-    session, client, _ = open_session(script, template=templates["forgetful"])
+    session, client, ledger = open_session(script, template=templates["forgetful"])
     replies = [await session.ask(user(f"u{n}")) for n in range(3)]
     assert [reply.text for reply in replies] == ["do0", "do1", "do2"], "thinking is not what the policy said"
     assert replies[0].message.content == "why0</think>do0", "but it is echoed whole"
     found = check_rows(session.turns)
     assert len(found) == 3
+    assert ledger.metrics()["rewritten_prompts"] == 2
     decode = client.renderer.tokenizer.decode
     assert "why0" not in decode(found[1].token_ids)
     assert "why2</think>do2<e>" in decode([t for t, m in zip(found[2].token_ids, found[2].mask, strict=True) if m])

@@ -38,19 +38,32 @@ class RequestLedger:
         self._ends: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
         self._zombies: frozenset[str] = frozenset()
+        self._rewritten = 0
         left_open = _without_end(path) if path is not None else []
         self._writer = JsonlWriter(path) if path is not None else None
         for request_id in left_open:
             self._close(request_id, "lost")
 
-    def intent(self, request: ModelRequest, *, turn: int) -> None:
-        """A request is about to be sent. Raises ``ValueError`` for an id that was used before."""
+    def intent(self, request: ModelRequest, *, turn: int, new_row: bool = False) -> None:
+        """A request is about to be sent.
+
+        Args:
+            request: the request.
+            turn: number of the turn in its session.
+            new_row: the template rewrote the past, so the whole conversation is a new prompt: counted, because it costs
+                prefix caches and gives rows of fewer trained tokens.
+
+        Raises:
+            ValueError: the id was used before.
+        """
         if request.id in self._open or request.id in self._closed:
             raise ValueError(f"request id {request.id} was used before: no request is sent twice")
         self._open[request.id] = self._clock()
         prompt_tokens = None if request.prompt_ids is None else len(request.prompt_ids)
         facts = {"session": request.session_id, "turn": turn, "prompt_tokens": prompt_tokens}
-        self._write("intent", request.id, {**facts, "max_tokens": request.max_tokens}, flush=True)
+        facts |= {"max_tokens": request.max_tokens, "new_row": new_row or None}
+        self._rewritten += new_row
+        self._write("intent", request.id, facts, flush=True)
 
     def opened(self, request_id: str) -> None:
         """The request was handed to the client."""
@@ -105,6 +118,7 @@ class RequestLedger:
         return {
             "open_requests": len(self._open),
             **{f"{end}_requests": self._ends[end] for end in ENDS},
+            "rewritten_prompts": self._rewritten,
             "wasted_tokens": wasted,
             "zombie_requests": len(self._zombies),
         }

@@ -208,7 +208,7 @@ class Session:
         raise AssertionError("the last attempt returns or raises")
 
     async def _send_once(self, request: ModelRequest) -> Completion:
-        self._ledger.intent(request, turn=len(self._turns))
+        self._ledger.intent(request, turn=len(self._turns), new_row=self._begins_a_row(request))
         completion: Completion | None = None
         try:
             self._ledger.opened(request.id)
@@ -237,6 +237,14 @@ class Session:
             raise
         self._ledger.answered(request.id, tokens=_sampled(usable), policy_version=usable.policy_version)
         return usable
+
+    def _begins_a_row(self, request: ModelRequest) -> bool:
+        """Whether the template rewrote what the turn before was sampled after."""
+        if not self._turns or request.prompt_ids is None:
+            return False
+        last = self._turns[-1]
+        before = (*last.prompt_ids, *last.completion.token_ids)
+        return tuple(request.prompt_ids[: len(before)]) != before
 
     def _usable(self, completion: Completion, request: ModelRequest) -> Completion:
         """The completion within the cap and with its text, or ``PolicyUnavailable``."""
