@@ -42,6 +42,7 @@ class Expert:
         }
         self.sessions: Counter[str] = Counter()
         self.seconds = 0.0
+        self.broken = False
         self.live = 0
         self.url = ""
 
@@ -57,6 +58,9 @@ class Expert:
         finally:
             self.live -= 1
         if left:
+            return
+        if self.broken:
+            await Response("out of memory", 500)(scope, receive, send)
             return
         said = [message["content"] for message in body["messages"]]
         command = next((c for text, c in self.solutions.items() if text in said[-1]), None)
@@ -241,6 +245,19 @@ def test_a_policy_that_is_not_there_is_said_soon(line: Sequence[str], tmp_path: 
     assert not done.stdout
     assert {r["end"] for r in records(tmp_path / "out")} == {"policy_lost"}
     assert all(r["reward"] is None for r in records(tmp_path / "out"))
+
+
+def test_what_was_lost_is_made_again_when_the_server_is_back(
+    line: Sequence[str], expert: Expert, tmp_path: Path
+) -> None:
+    expert.broken = True
+    lost = rlcore(*line, "--in-flight", "2")
+    assert lost.returncode == 1
+    assert "status 500: out of memory" in lost.stderr
+    expert.broken = False
+    done = rlcore(*line, "--json")
+    assert done.returncode == 0, done.stderr
+    check_summary(json.loads(done.stdout), 1)
 
 
 @pytest.mark.parametrize(
