@@ -78,3 +78,65 @@ def make_batch():
         return Batch(samples, policy_version=0)
 
     return make
+
+
+@pytest.fixture
+def objective():
+    """``objective(correction=…, loss=…, aggregation=…)``; by default token TIS, the clipped surrogate, token mean."""
+    from rlcore.protocols import Objective
+    from rlcore_losses.aggregations import TokenMean
+    from rlcore_losses.corrections import TokenTIS
+    from rlcore_losses.losses import PPOClip
+
+    def of(correction=None, loss=None, aggregation=None) -> Objective:
+        return Objective(
+            correction or TokenTIS(TokenTIS.Config()),
+            loss or PPOClip(PPOClip.Config()),
+            aggregation or TokenMean(TokenMean.Config()),
+        )
+
+    return of
+
+
+@pytest.fixture
+async def start(context):
+    """``await start(folder, lr=…, …)``: a started trainer, closed at the end."""
+    from rlcore_torch.trainer import TorchTrainer
+
+    started = []
+
+    async def trainer(folder: Path, dtype: str = "float32", **options) -> TorchTrainer:
+        options.setdefault("lr", 1e-3)
+        made = TorchTrainer(TorchTrainer.Config(**options))
+        started.append(made)
+        await made.start(context(folder, dtype))
+        return made
+
+    yield trainer
+    for made in started:
+        await made.aclose()
+
+
+@pytest.fixture
+def gradients(context):
+    """``gradients(folder, batch, objective, **options)``: the divided gradient of a step, the log-probs and metrics."""
+    import threading
+
+    from rlcore_torch.trainer import TorchTrainer
+    from rlcore_torch.worker import Worker
+
+    def of(folder: Path, batch: Batch, objective, **options):
+        worker = Worker(TorchTrainer.Config(**options), context(folder))
+        found: dict[str, torch.Tensor] = {}
+
+        def keep(lr: float, scale: float) -> None:
+            if worker.optimizer._sums:
+                worker.optimizer.accumulate()
+            for name, parameter in worker.optimizer.parameters.items():
+                found[name] = worker.optimizer._sums.get(name, parameter.grad) * scale
+
+        worker.optimizer.step = keep
+        result = worker.step(batch, objective, threading.Event())
+        return found, result
+
+    return of

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from rlcore.errors import ConfigError
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rlcore_torch.adamw import MasterAdamW
@@ -46,7 +47,7 @@ def load(directory: Path, optimizer: MasterAdamW) -> None:
         masters = load_file(directory / MASTERS, device=device)
         moments = load_file(directory / MOMENTS, device=device)
         state = torch.load(directory / STATE, weights_only=True)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{directory}: not a readable checkpoint of the torch trainer: {error}") from error
     wrong = set(masters.keys() ^ optimizer.masters.keys()) | {
         name

@@ -211,7 +211,7 @@ def _attend(shape: _Shape, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, lis
     out = torch.empty_like(q)
     probabilities = []
     for queries, keys, bias in shape.blocks:
-        scores = torch.bmm(_by_key_head(shape, q[queries]).float().mul_(shape.scale), k[keys].permute(1, 2, 0).float())
+        scores = torch.bmm(_by_key_head(shape, q[queries]).float() * shape.scale, k[keys].permute(1, 2, 0).float())
         wide = scores.view(shape.key_heads, -1, *bias.shape)
         chances = torch.softmax(wide.add_(bias), -1).view_as(scores).to(q.dtype)
         out[queries] = _by_position(shape, torch.bmm(chances, v[keys].transpose(0, 1)))

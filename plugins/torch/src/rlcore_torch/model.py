@@ -72,7 +72,9 @@ class CausalModel:
         self.module = _load(self.path).to(device)
         _switch_off_dropout(self.module)
         if gradient_checkpointing:
-            self.module.gradient_checkpointing_enable()
+            # transformers 5.24 gave the method a new name
+            enable = getattr(self.module, "activation_checkpointing_enable", None)
+            (enable or self.module.gradient_checkpointing_enable)()
             self.module.train()
         self._body = self.module.get_decoder() if hasattr(self.module, "get_decoder") else self.module.base_model
         head = self.module.get_output_embeddings()

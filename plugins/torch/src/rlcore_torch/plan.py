@@ -9,9 +9,12 @@ import numpy as np
 from rlcore.types import Sample
 from rlcore_engine.trie import build_trie
 
-from rlcore_torch.layout import Layout, padded, shared, useful
+from rlcore_torch.layout import Layout, packed, padded, shared, useful
 
 __all__ = ["plan"]
+
+_SMALL = 256
+"""A trie of so many positions is never split for the sake of its attention."""
 
 Unit = list[int]
 """Rows that must lie in one piece."""
@@ -23,6 +26,7 @@ def plan(
     by_group: bool,
     max_positions: int,
     share: bool,
+    in_blocks: bool,
     reach: int | None,
     pair_cost: float,
 ) -> list[tuple[list[int], Layout]]:
@@ -35,8 +39,10 @@ def plan(
         by_group: the rows of one group must lie in one piece.
         max_positions: bound of a forward; a unit that is longer has a piece of its own.
         share: prefixes may be merged.
-        reach: longest row for which that is true; ``None``: any.
-        pair_cost: cost of one query-key pair in a merged layout over the cost of one position without attention.
+        in_blocks: the forward takes tries in blocks, so that a merged layout never costs more than its rows apart.
+        reach: longest row that may lie in a trie; ``None``: any.
+        pair_cost: without blocks, the cost of a query-key pair in a merged layout over that of a position without
+            attention.
     """
     lengths = [useful(sample.token_ids, sample.mask) for sample in samples]
     units: dict[str, Unit] = {}
@@ -46,22 +52,21 @@ def plan(
     trie = build_trie([sample.token_ids[:length] for sample, length in zip(samples, lengths, strict=True)])
     nodes = trie.row_nodes
     ordered = sorted(units.values(), key=lambda unit: min((int(nodes[r][-1]), r) for r in unit))
-
-    pieces: list[tuple[list[int], Layout]] = []
+    near: list[Unit] = []
     alone: list[Unit] = []
-    for members in _merge(ordered, nodes, max_positions) if share else [ordered]:
+    for unit in ordered:
+        within = reach is None or max(lengths[r] for r in unit) <= reach
+        (near if within and (share or in_blocks) else alone).append(unit)
+    if not share:
+        nodes = tuple(np.arange(length) + sum(lengths[:r]) for r, length in enumerate(lengths))
+    # without blocks every pair of a trie is computed: beyond this size its attention costs more than all the rest
+    most = max_positions if in_blocks else min(max_positions, max(_SMALL, int(1 / pair_cost)))
+    pieces: list[tuple[list[int], Layout]] = []
+    for members in _merge(near, nodes, most):
         rows = _flat(members)
         size = len(np.unique(np.concatenate([nodes[r] for r in rows])))
-        apart = sum(
-            _padded_cost([lengths[r] for r in part], pair_cost)
-            for part in _side_by_side(members, lengths, max_positions)
-        )
-        if (
-            share
-            and (reach is None or max(lengths[r] for r in rows) <= reach)
-            and size * (1 + pair_cost * size) < apart
-        ):
-            pieces.append((rows, shared(*_rows(samples, rows))))
+        if in_blocks or size * (1 + pair_cost * size) < _cost_apart(members, lengths, max_positions, pair_cost):
+            pieces.append((rows, (shared if share else packed)(*_rows(samples, rows))))
         else:
             alone.extend(members)
     for rows in _side_by_side(alone, lengths, max_positions):
@@ -105,7 +110,7 @@ def _side_by_side(units: Sequence[Unit], lengths: Sequence[int], max_positions: 
     return packs
 
 
-def _padded_cost(lengths: Sequence[int], pair_cost: float) -> float:
-    """Causal attention sees half of the pairs."""
-    width = max(lengths)
-    return len(lengths) * width * (1 + pair_cost * width / 2)
+def _cost_apart(units: Sequence[Unit], lengths: Sequence[int], max_positions: int, pair_cost: float) -> float:
+    """What the rows cost side by side, where causal attention sees half of the pairs."""
+    widths = [(len(rows), max(lengths[r] for r in rows)) for rows in _side_by_side(units, lengths, max_positions)]
+    return sum(count * width * (1 + pair_cost * width / 2) for count, width in widths)

@@ -20,6 +20,7 @@ from rlcore.types import Batch, MicroBatch, Stat
 from rlcore_losses.metrics import mismatch_metrics
 
 from rlcore_torch.layout import Layout
+from rlcore_torch.model import CausalModel
 from rlcore_torch.plan import plan
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class Update:
     def __init__(self, worker: Worker, batch: Batch, objective: Objective, stop: threading.Event) -> None:
         self.worker, self.batch, self.objective, self.stop = worker, batch, objective, stop
         self.rows = pack(batch)
+        wants_reference = getattr(objective.loss, "needs_ref_logprobs", False)
+        self.models = [worker.model, worker.reference] if wants_reference else [worker.model]
         total = self.rows.mask.size
         self.pieces = list(self._pieces())
         self.old = torch.full((total,), math.nan)
@@ -68,8 +71,8 @@ class Update:
         objective = self.objective
         wants_old = objective.loss.needs_old_logprobs or objective.correction.logprobs == "old" or epochs > 1
         metrics: dict[str, float] = {}
-        if getattr(objective.loss, "needs_ref_logprobs", False):
-            self._add_reference()
+        for reference in self.models[1:]:
+            self._add_reference(reference)
         for epoch in range(epochs):
             metrics |= self._epoch(epoch, wants_old)
             if metrics["nonfinite"]:
@@ -86,8 +89,9 @@ class Update:
             self.batch.samples,
             by_group="group" in units,
             max_positions=worker.config.micro_batch_tokens,
-            share=worker.config.share_prefixes and worker.model.can_share,
-            reach=worker.model.reach,
+            share=worker.config.share_prefixes and all(model.can_share for model in self.models),
+            in_blocks=all(model.fast for model in self.models),
+            reach=min((model.reach for model in self.models if model.reach is not None), default=None),
             pair_cost=worker.model.pair_cost,
         ):
             places = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
@@ -160,14 +164,12 @@ class Update:
         values = scores[self._tensor(piece.layout.scores)]
         return values.new_zeros(piece.places.shape).masked_scatter(piece.micro.mask, values)
 
-    def _add_reference(self) -> None:
+    def _add_reference(self, reference: CausalModel) -> None:
         """``ref_logprobs`` of every piece: the same in all epochs."""
         with self._timed("reference"), torch.no_grad():
             for piece in self.pieces:
                 self._heed()
-                scores = self.worker.reference.logprobs(
-                    piece.layout, self.batch.temperature, self.worker.config.logprob_chunk
-                )
+                scores = reference.logprobs(piece.layout, self.batch.temperature, self.worker.config.logprob_chunk)
                 piece.micro.ref_logprobs = self._by_token(scores, piece)
 
     def _corrected(self, micro: MicroBatch, current: Tensor) -> Corrected:
