@@ -153,9 +153,9 @@ def test_selection_by_environment(install: Install, selection: str | None, loade
 
 
 def test_unknown_plugins_are_errors_with_the_nearest_name(install: Install) -> None:
-    install("docker-dist", {"dokcer": "x_plugin"}, {"x_plugin": ""})
-    with pytest.raises(PluginError, match="no plugin named 'docker'; did you mean 'dokcer'"):
-        load_plugins(["docker"])
+    install("sky-dist", {"skylark": "x_plugin"}, {"x_plugin": ""})
+    with pytest.raises(PluginError, match="no plugin named 'sklyark'; did you mean 'skylark'"):
+        load_plugins(["sklyark"])
     with pytest.raises(PluginError, match="no plugin named 'nowhere'"):
         load_plugins(environ={"RLCORE_PLUGINS": "nowhere"})
 
