@@ -177,3 +177,15 @@ def test_asynchronous_rollout_trains_nothing_older_than_the_bound(folder: Any) -
     ages = [line["age/max"] for line in read_jsonl(folder.run / "metrics.jsonl")]
     assert max(ages) <= 2
     assert max(ages) > 0, "rollout never ran ahead"
+
+
+@pytest.mark.fault("CFG-08")
+@pytest.mark.parametrize("name", [".", "..", "", "/", "a/b", "/tmp", "../x"])
+def test_a_run_directory_is_always_a_strict_child_and_nothing_is_deleted(folder: Any, name: str) -> None:
+    """There is no option that deletes: a run's name is one plain folder name below ``run.dir``."""
+    (folder.path / "runs").mkdir()
+    (folder.path / "runs" / "kept").write_text("kept")
+    done = folder.train("--set", f"run.id={name}")
+    assert done.returncode == 2, done.stderr
+    assert "is not a plain directory name" in done.stderr
+    assert sorted(p.name for p in (folder.path / "runs").iterdir()) == ["kept"]

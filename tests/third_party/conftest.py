@@ -29,7 +29,8 @@ class Environment:
 
     def install(self, *requirements: str | Path) -> None:
         """Install with pip, which finds what is required among the packages that are there."""
-        _run(sys.executable, "-m", "pip", "--python", self.python, "install", "-q", "--no-index", *requirements)
+        options = ("-q", "--no-index", "--no-build-isolation")
+        _run(sys.executable, "-m", "pip", "--python", self.python, "install", *options, *requirements)
 
     def run(
         self, *arguments: str | Path, cwd: Path | None = None, timeout: float = 180, **environment: str

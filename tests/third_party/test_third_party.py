@@ -70,6 +70,17 @@ def test_a_foreign_sandbox_runs_the_commands(foreign: Any, tmp_path: Path) -> No
     assert all(attempt["reward"] is not None for attempt in attempts)
 
 
+def test_a_new_plugin_works_from_its_first_minute(foreign: Any, tmp_path: Path) -> None:
+    """``rlcore plugins new``, ``pip install -e``, its own tests, and its name in a configuration."""
+    foreign.rlcore("plugins", "new", "Brand-New", "--kind", "advantage", cwd=tmp_path)
+    foreign.install("-e", tmp_path / "Brand-New")
+    done = foreign.run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path / "Brand-New")
+    assert done.returncode == 0, done.stdout
+    foreign.rlcore("plugins", "check", "brand-new")
+    shown = foreign.rlcore("config", "show", "quickstart", "--set", "advantage.name=brand_new", "--json")
+    assert json.loads(shown)["advantage"] == {"name": "brand_new", "scale": 1.0}
+
+
 def test_left_out_it_is_one_clear_error(foreign: Any) -> None:
     done = foreign.run(
         *("-m", "rlcore", "--no-plugin", "root-tis", "config", "show", "quickstart"),

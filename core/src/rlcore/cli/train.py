@@ -91,7 +91,7 @@ def _run(plugins: Plugins, resolved: Resolved, resume: Path | None, as_json: boo
         directory = RunDirectory.reopen(resume)
     else:
         recipe = config.recipe.name if config.recipe is not None else None
-        name = config.run.id or f"{recipe or 'run'}-{strftime('%Y%m%d-%H%M%S')}"
+        name = config.run.id if config.run.id is not None else f"{recipe or 'run'}-{strftime('%Y%m%d-%H%M%S')}"
         if Path(name).name != name or name in ("", ".", ".."):
             raise ConfigError(f"run.id: {name!r} is not a plain directory name")
         path = Path(config.run.dir) / name
