@@ -154,12 +154,11 @@ NOT_TESTED = {
 """Why a fault has no test: ``not yet: …`` or ``not applicable: …``."""
 
 
-def tests_by_fault() -> dict[str, list[str]]:
+def by_fault() -> dict[str, list[str]]:
     """Names of the tests that carry ``@pytest.mark.fault("CASE")``, by case, read from their sources."""
     found = defaultdict(list)
-    for path in sorted(ROOT.glob("**/test_*.py")):
-        if {".venv", "build", "dist"} & set(path.relative_to(ROOT).parts) or "skeleton" in path.parts:
-            continue
+    folders = ["core/tests", "tests", *(str(p.relative_to(ROOT)) for p in ROOT.glob("plugins*/*/tests"))]
+    for path in sorted(path for folder in folders for path in (ROOT / folder).glob("**/test_*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 for case in cases_of(node.decorator_list):
@@ -192,7 +191,7 @@ def cases_of(nodes: list[ast.expr] | list[ast.AST]) -> list[str]:
 
 
 def test_every_fault_has_a_test_or_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    found = tests_by_fault()
+    found = by_fault()
     rows = [(case, found.get(case) or [NOT_TESTED.get(case, "MISSING")]) for case in FAULTS]
     with capsys.disabled():
         print()
