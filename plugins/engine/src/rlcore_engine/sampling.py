@@ -40,18 +40,16 @@ def sample(logits: Tensor, rules: Sequence[Rule]) -> tuple[list[int], list[float
     for row, rule in enumerate(rules):
         if rule.temperature and (rule.top_p < 1.0 or 0 < rule.top_k < logits.shape[1]):
             logits[row] = _truncate(logits[row], rule.top_p, rule.top_k)
-    total = logits.logsumexp(-1)
-    tokens = logits.argmax(-1)
-    drawn = [row for row, rule in enumerate(rules) if rule.temperature]
-    if drawn:
-        part = logits if len(drawn) == len(rules) else logits[drawn]
-        cumulative = (part - part.amax(-1, keepdim=True)).exp_().cumsum(-1, dtype=torch.float64)
-        points = torch.tensor([rules[row].random.random() for row in drawn], dtype=torch.float64)
-        found = torch.searchsorted(cumulative, (points * cumulative[:, -1])[:, None], right=True)
-        # NaN logits are found nowhere; the caller sees them by the log-prob
-        tokens[drawn] = found[:, 0].clamp_(max=logits.shape[1] - 1)
-    chosen = logits.gather(1, tokens[:, None])[:, 0] - total
-    return tokens.tolist(), chosen.clamp_(max=0.0).tolist()
+    top = logits.amax(-1, keepdim=True)
+    cumulative = (logits - top).exp_().cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    points = torch.tensor([rule.random.random() if rule.temperature else 0.0 for rule in rules], dtype=torch.float64)
+    # NaN logits are found nowhere; the caller sees them by the log-prob
+    tokens = torch.searchsorted(cumulative, points[:, None] * total, right=True).clamp_(max=logits.shape[1] - 1)
+    for row in [row for row, rule in enumerate(rules) if not rule.temperature]:
+        tokens[row] = logits[row].argmax()
+    chosen = logits.gather(1, tokens) - top - total.log()
+    return tokens[:, 0].tolist(), chosen[:, 0].clamp_(max=0.0).tolist()
 
 
 def _truncate(logits: Tensor, top_p: float, top_k: int) -> Tensor:
