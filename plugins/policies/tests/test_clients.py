@@ -286,6 +286,8 @@ async def test_a_proxys_odd_answer_is_read_whole(connect: Any, raw_server: Any, 
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        if head.startswith("get"):
+            return  # asked what models it has
         length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
         await reader.readexactly(length)
         writer.write(
