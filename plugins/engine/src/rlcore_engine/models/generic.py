@@ -44,12 +44,14 @@ class TransformersSide:
         """Load by ``from_pretrained``."""
         self.dtype = dtype
         self.context_length = limit_context(config, context_length)
-        self._folder = folder
         try:
             model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path: transformers cannot load {folder}: {error}") from error
         self._adopt(model)
+        self._stored = _stored_shapes(folder)
+        # transformers may name weights otherwise than the checkpoint does, and join them (experts, say)
+        self._converted = bool(self._stored.keys() - self._targets.keys() - self._tied.keys())
         self.vocab_size: int = self._model.config.vocab_size
         self._slots: list[_Slot] = []
         self._prefixes: PrefixStore[Any] = PrefixStore(prefix_tokens)
@@ -82,42 +84,33 @@ class TransformersSide:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every weight by its name in the module."""
+        """Shape of every weight by its name in the checkpoint."""
+        if self._converted:
+            return self._stored
         return {name: tuple(tensor.shape) for name, tensor in self._targets.items()}
 
     def named_weights(self) -> Mapping[str, Tensor]:
-        """Views of the weights by their names in the module."""
+        """The weights as they serve, by their names in the module."""
         return self._targets
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights, or raise before the first is touched.
-
-        Names may be those of the module, or those of a checkpoint that transformers converts while it loads (experts
-        one by one, say).
-        """
-        given = list(weights)
-        if not {name for name, _ in given} - self._targets.keys() - self._tied.keys():
-            found = check_weights(self.shapes(), self._tied, given)
+        """Replace all weights, or raise before the first is touched."""
+        found = check_weights(self.shapes(), self._tied, weights)
+        if not self._converted:
             for name, target in self._targets.items():
                 target.copy_(found[name])
             return
-        names = [name for name, _ in given]
-        if len(set(names)) < len(names):
-            raise ConfigError("these weights do not fit the model: a name came twice")
         with torch.inference_mode(False):
             model, report = type(self._model).from_pretrained(
                 None,
                 config=self._model.config,
-                state_dict={name: torch.as_tensor(tensor).detach().clone() for name, tensor in given},
+                state_dict={name: tensor.clone() for name, tensor in found.items()},
                 dtype=self.dtype,
                 output_loading_info=True,
             )
-        problems = [
-            f"{kind[:-5]} {name}" for kind in ("missing_keys", "unexpected_keys") for name in sorted(report[kind])
-        ]
-        problems += [f"{entry[0]} has the wrong shape" for entry in report.get("mismatched_keys", ())]
+        problems = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
         if problems:
-            raise ConfigError(f"these weights do not fit the model: {'; '.join(problems[:5])}")
+            raise ConfigError(f"these weights do not fit the model: {', '.join(map(str, problems[:5]))}")
         self._adopt(model)
 
     # --- the forward --------------------------------------------------------------------------------------------------
@@ -181,3 +174,17 @@ class TransformersSide:
     def forget(self) -> None:
         """Forget every kept prefix."""
         self._prefixes.clear()
+
+
+def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of a folder's float tensors by their names in its safetensors files."""
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                if "F" in part.get_dtype():
+                    shapes[name] = tuple(part.get_shape())
+    return shapes
