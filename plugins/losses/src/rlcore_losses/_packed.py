@@ -6,7 +6,6 @@ their digits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +33,9 @@ def require_length(who: str, batch: MicroBatch, **arrays: Tensor | None) -> None
 
 def select(values: Tensor, mask: Tensor, otherwise: float = 0.0) -> Tensor:
     """``values`` as float64 where ``mask``, else a constant: what stands elsewhere has no value and no gradient."""
-    values = values.double()
-    return values.where(mask, values.new_full((), otherwise))
+    import torch
+
+    return torch.where(mask, values, otherwise).double()
 
 
 def capped_exp(log_ratios: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Segments:
 
     def max(self, values: Tensor, mask: Tensor) -> Tensor:
         """``[count]`` maximum over the ``mask``; −inf where a segment has none of it."""
-        low = values.new_full((self.count,), float("-inf"))
+        low = values.new_full((self.count,), float("-inf")).double()
         return low.scatter_reduce(0, self.ids, select(values, mask, float("-inf")), "amax")
 
     def spread(self, per_segment: Tensor) -> Tensor:
@@ -112,40 +112,49 @@ def _spread_over_rows(batch: MicroBatch, label: Tensor | None) -> Segments:
 # --- measurements -----------------------------------------------------------------------------------------------------
 
 
-def mean_of(values: Tensor, mask: Tensor) -> Mean:
-    """Mergeable mean of ``values`` where ``mask``; without gradient."""
-    return Mean(select(values.detach(), mask).sum(), mask.sum())
+class Measure:
+    """Mergeable measurements over a mask, of float64 arrays that are finite outside it too (selected ones are)."""
 
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+        self._inside = mask.double()
+        self._count = self._inside.sum()
 
-def share_of(condition: Tensor, mask: Tensor) -> Mean:
-    """Mergeable share of ``mask`` where ``condition`` holds."""
-    return Mean((condition & mask).sum().double(), mask.sum())
+    def mean(self, values: Tensor) -> Mean:
+        """The mean, without gradient."""
+        return Mean(values.detach().dot(self._inside), self._count)
 
+    def share(self, condition: Tensor) -> Mean:
+        """The share of the mask where ``condition`` holds."""
+        return Mean((condition & self.mask).count_nonzero().double(), self._count)
 
-def max_of(values: Tensor, mask: Tensor) -> Max:
-    """Mergeable maximum of ``values`` where ``mask``; of nothing: ``None``."""
-    return Max(float(select(values.detach(), mask, float("-inf")).max()) if bool(mask.any()) else None)
+    def extremes(self, ratios: Tensor) -> tuple[Min, Max]:
+        """Minimum and maximum of numbers that are not negative; of nothing: ``None``."""
+        if not bool(self._count):
+            return Min(None), Max(None)
+        inside = ratios.detach() * self._inside
+        return Min(float((inside + (1 - self._inside) * 1e300).min())), Max(float(inside.max()))
 
+    def bounds(self, raw: Tensor, weights: Tensor, advantages: Tensor, low: float, high: float) -> dict[str, Stat]:
+        """What the floor and the ceiling of a weight did: shares of the tokens, and Σ|A|·|weight − raw| over Σ|A|.
 
-def min_of(values: Tensor, mask: Tensor) -> Min:
-    """Mergeable minimum of ``values`` where ``mask``; of nothing: ``None``."""
-    return Min(float(select(values.detach(), mask, float("inf")).min()) if bool(mask.any()) else None)
-
-
-def bound_metrics(
-    raw: Tensor, weights: Tensor, mask: Tensor, advantages: Tensor, low: float, high: float
-) -> Mapping[str, Stat]:
-    """What the floor and the ceiling of a weight did: shares of the tokens, and Σ|A|·|weight − raw| over Σ|A|."""
-    size = select(advantages.detach(), mask).abs()
-    moved, total = size * (weights - raw).abs(), size.sum()
-    floor, ceiling = (raw < low) & mask, (raw > high) & mask
-    return {
-        "correction/ratio": mean_of(raw, mask),
-        "correction/ratio_max": max_of(raw, mask),
-        "correction/ratio_min": min_of(raw, mask),
-        "correction/weight": mean_of(weights, mask),
-        "correction/floor_share": share_of(floor, mask),
-        "correction/ceiling_share": share_of(ceiling, mask),
-        "correction/floor_mass": Mean(select(moved, floor).sum(), total),
-        "correction/ceiling_mass": Mean(select(moved, ceiling).sum(), total),
-    }
+        ``advantages`` are 0 outside the mask.
+        """
+        size = advantages.abs()
+        moved, total = size * (weights - raw).abs(), size.sum()
+        ceiling = raw > high
+        smallest, largest = self.extremes(raw)
+        floor_share, floor_mass = Mean(0.0, self._count), Mean(0.0, total)
+        if low > 0:
+            floor = raw < low
+            floor_share, floor_mass = self.share(floor), Mean(moved.dot(floor.double()), total)
+        return {
+            "correction/ratio": self.mean(raw),
+            "correction/ratio_max": largest,
+            "correction/ratio_min": smallest,
+            "correction/weight": self.mean(weights),
+            "correction/floor_share": floor_share,
+            "correction/ceiling_share": self.share(ceiling),
+            "correction/floor_mass": floor_mass,
+            "correction/ceiling_mass": Mean(moved.dot(ceiling.double()), total),
+        }

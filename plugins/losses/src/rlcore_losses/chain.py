@@ -122,5 +122,5 @@ class Chain:
             mask, counted = mask & corrected.mask, counted & corrected.counted
             metrics |= corrected.metrics
         # a step that keeps its rejected tokens counted may name one that another step removed: mask stays inside
-        metrics["correction/rejected_share"] = packed.share_of(~mask, batch.mask)
+        metrics["correction/rejected_share"] = packed.Measure(batch.mask).share(~mask)
         return Corrected(weights, mask, counted | mask, metrics)

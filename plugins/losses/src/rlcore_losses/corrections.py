@@ -27,6 +27,7 @@ class Gap:
     def __init__(self, trainer_logprobs: Tensor, batch: MicroBatch) -> None:
         self.batch = batch
         self.mask = batch.mask
+        self.measure = packed.Measure(batch.mask)
         self.trainer = packed.select(trainer_logprobs.detach(), batch.mask)
         self.rollout = packed.select(batch.rollout_logprobs.detach(), batch.mask)
         self.delta = self.trainer - self.rollout
@@ -93,7 +94,7 @@ class PackedCorrection:
         if keep is not None:
             mask = batch.mask & keep
             counted = batch.mask if self.config.denominator == "all" else mask
-            rejected = packed.share_of(~keep, batch.mask)
+            rejected = gap.measure.share(~keep)
             metrics |= {"correction/rejected_share": rejected, f"correction/{self.name}_rejected_share": rejected}
         return Corrected(weights.float(), mask, counted, metrics)
 
@@ -155,8 +156,8 @@ class _Weighted(PackedCorrection):
         config = self.config
         raw = packed.capped_exp(self.log_ratio(gap))
         weights = raw.clamp(min=config.low, max=config.high)
-        metrics = packed.bound_metrics(raw, weights, gap.mask, gap.advantages, config.low, config.high)
-        return Decision(_normalized(weights, config.normalize, remaining, gap.batch), None, dict(metrics))
+        metrics = gap.measure.bounds(raw, weights, gap.advantages, config.low, config.high)
+        return Decision(_normalized(weights, config.normalize, remaining, gap.batch), None, metrics)
 
 
 def _normalized(weights: Tensor, how: str, mask: Tensor, batch: MicroBatch) -> Tensor:
@@ -276,7 +277,7 @@ class IcePop(PackedCorrection):
         """The band."""
         config = self.config
         raw = packed.capped_exp(gap.delta)
-        metrics = packed.bound_metrics(raw, raw, gap.mask, gap.advantages, config.low, config.high)
+        metrics = gap.measure.bounds(raw, raw, gap.advantages, config.low, config.high)
         # a rejected token is neither raised nor lowered: only the shares of what lies outside say something
         kept = {key: value for key, value in metrics.items() if not key.endswith("_mass")}
         return Decision(raw, (raw >= config.low) & (raw <= config.high), kept)

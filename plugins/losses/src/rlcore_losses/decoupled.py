@@ -64,6 +64,6 @@ class Decoupled(PolicyLoss):
         if config.above == "drop":
             weights = weights.where(~above, weights.new_zeros(()))
         terms, metrics = clipped_surrogate(packed.capped_exp(tokens.logprobs - proximal), tokens, config)
-        metrics["loss/behaviour_weight"] = packed.mean_of(weights, tokens.mask)
-        metrics["loss/behaviour_above_share"] = packed.share_of(above, tokens.mask)
+        metrics["loss/behaviour_weight"] = tokens.measure.mean(weights)
+        metrics["loss/behaviour_above_share"] = tokens.measure.share(above)
         return terms * weights, metrics

@@ -32,12 +32,14 @@ class Tokens:
         logprobs: current, with gradient.
         advantages: detached.
         mask: bool, the tokens that the correction kept.
+        measure: measurements over the mask.
         batch: the batch itself, for boundaries.
     """
 
     logprobs: Tensor
     advantages: Tensor
     mask: Tensor
+    measure: packed.Measure
     batch: MicroBatch
 
     def family(self, name: str) -> Tensor:
@@ -111,21 +113,31 @@ class PolicyLoss:
             token_weights=token_weights,
         )
         mask = corrected.mask
-        tokens = Tokens(packed.select(logprobs, mask), packed.select(batch.advantages.detach(), mask), mask, batch)
+        tokens = Tokens(
+            packed.select(logprobs, mask),
+            packed.select(batch.advantages.detach(), mask),
+            mask,
+            packed.Measure(mask),
+            batch,
+        )
         terms, metrics = self.terms(tokens)
+        weights = token_weights.detach().double()
+        if self.weighted:
+            weights = weights * corrected.weights.detach()
+        loss = terms.dot(packed.select(weights, mask))
+        if self.config.kl_coef == self.config.entropy_coef == 0:
+            return LossOutput(loss, metrics)
         aggregation = packed.select(token_weights.detach(), mask)
-        weights = aggregation * packed.select(corrected.weights.detach(), mask) if self.weighted else aggregation
-        loss = (terms * weights).sum()
         if self.config.kl_coef > 0:
             estimate = kl_estimate(self.config.kl, tokens.logprobs, tokens.family(self.config.kl_to), tokens)
-            loss = loss + self.config.kl_coef * (estimate * aggregation).sum()
-            metrics["loss/kl"] = packed.mean_of(estimate, mask)
+            loss = loss + self.config.kl_coef * estimate.dot(aggregation)
+            metrics["loss/kl"] = tokens.measure.mean(estimate)
         if self.config.entropy_coef != 0:
             if batch.entropies is None:
                 raise RlcoreError(f"{self.name}: batch.entropies is needed, and this trainer does not give it")
             entropies = packed.select(batch.entropies, mask)
-            loss = loss - self.config.entropy_coef * (entropies * aggregation).sum()
-            metrics["loss/entropy"] = packed.mean_of(entropies, mask)
+            loss = loss - self.config.entropy_coef * entropies.dot(aggregation)
+            metrics["loss/entropy"] = tokens.measure.mean(entropies)
         return LossOutput(loss, metrics)
 
 
@@ -188,21 +200,22 @@ class PPOClip(RatioLoss):
 
 def clipped_surrogate(ratio: Tensor, tokens: Tokens, config: Any) -> tuple[Tensor, dict[str, Stat]]:
     """The terms of :class:`PPOClip` for a ratio ``[T]`` of any level."""
-    advantages, mask = tokens.advantages, tokens.mask
+    advantages = tokens.advantages
     plain = -ratio * advantages
     clipped = -ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
     terms = plain.maximum(clipped)
+    bound = clipped > plain
     metrics: dict[str, Stat] = {
-        "loss/ratio": packed.mean_of(ratio, mask),
-        "loss/clip_fraction": packed.share_of(clipped > plain, mask),
-        "loss/clip_low_fraction": packed.share_of((clipped > plain) & (advantages < 0), mask),
-        "loss/clip_high_fraction": packed.share_of((clipped > plain) & (advantages > 0), mask),
+        "loss/ratio": tokens.measure.mean(ratio),
+        "loss/clip_fraction": tokens.measure.share(bound),
+        "loss/clip_low_fraction": tokens.measure.share(bound & (advantages < 0)),
+        "loss/clip_high_fraction": tokens.measure.share(bound & (advantages > 0)),
     }
     if config.dual_clip is not None:
-        bound = -config.dual_clip * advantages
-        above = (advantages < 0) & (terms > bound)
-        metrics["loss/dual_clip_fraction"] = packed.share_of(above, mask)
-        terms = bound.where(above, terms)
+        limit = -config.dual_clip * advantages
+        above = (advantages < 0) & (terms > limit)
+        metrics["loss/dual_clip_fraction"] = tokens.measure.share(above)
+        terms = limit.where(above, terms)
     return terms, metrics
 
 
@@ -227,8 +240,8 @@ class CISPO(RatioLoss):
         ratio = self.ratio(tokens).detach()
         clipped = ratio.clamp(1 - self.config.clip_low, 1 + self.config.clip_high)
         metrics: dict[str, Stat] = {
-            "loss/ratio": packed.mean_of(ratio, tokens.mask),
-            "loss/clip_fraction": packed.share_of(clipped != ratio, tokens.mask),
+            "loss/ratio": tokens.measure.mean(ratio),
+            "loss/clip_fraction": tokens.measure.share(clipped != ratio),
         }
         return -clipped * tokens.advantages * tokens.logprobs, metrics
 
@@ -256,7 +269,7 @@ class SAPO(RatioLoss):
             ~positive, ratio.new_full((), self.config.tau_positive)
         )
         gate = (tau * (ratio - 1)).sigmoid() * 4 / tau
-        return -gate * tokens.advantages, {"loss/ratio": packed.mean_of(ratio, tokens.mask)}
+        return -gate * tokens.advantages, {"loss/ratio": tokens.measure.mean(ratio)}
 
 
 class _DPPO(RatioLoss):
@@ -277,8 +290,8 @@ class _DPPO(RatioLoss):
         up = (tokens.advantages > 0) & (now > before) & (distance > config.high)
         down = (tokens.advantages < 0) & (now < before) & (distance > config.low)
         metrics: dict[str, Stat] = {
-            "loss/ratio": packed.mean_of(ratio, tokens.mask),
-            "loss/clip_fraction": packed.share_of(up | down, tokens.mask),
+            "loss/ratio": tokens.measure.mean(ratio),
+            "loss/clip_fraction": tokens.measure.share(up | down),
         }
         terms = -ratio.clamp(max=config.ratio_cap) * tokens.advantages * tokens.logprobs
         return terms.where(~(up | down), terms.new_zeros(())), metrics
@@ -348,7 +361,7 @@ class Reinforce(PolicyLoss):
         if self.config.ratio_to == "none":
             return -tokens.advantages * tokens.logprobs, {}
         ratio = packed.capped_exp(tokens.logprobs - tokens.family(self.config.ratio_to))
-        return -ratio * tokens.advantages, {"loss/ratio": packed.mean_of(ratio, tokens.mask)}
+        return -ratio * tokens.advantages, {"loss/ratio": tokens.measure.mean(ratio)}
 
 
 class CrossEntropy(PolicyLoss):
@@ -364,4 +377,4 @@ class CrossEntropy(PolicyLoss):
 
     def terms(self, tokens: Tokens) -> tuple[Tensor, dict[str, Stat]]:
         """Negative log-likelihood."""
-        return -tokens.logprobs, {"loss/nll": packed.mean_of(-tokens.logprobs, tokens.mask)}
+        return -tokens.logprobs, {"loss/nll": tokens.measure.mean(-tokens.logprobs)}

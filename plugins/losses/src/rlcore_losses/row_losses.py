@@ -76,7 +76,7 @@ class GMPO(RatioLoss):
         lowered = plain.minimum(clipped).where(tokens.advantages >= 0, plain.maximum(clipped))
         ratio = _row_ratio(lowered, tokens)
         metrics: dict[str, Stat] = {
-            "loss/ratio": packed.mean_of(ratio, tokens.mask),
-            "loss/clip_fraction": packed.share_of(lowered != plain, tokens.mask),
+            "loss/ratio": tokens.measure.mean(ratio),
+            "loss/clip_fraction": tokens.measure.share(lowered != plain),
         }
         return -ratio * tokens.advantages, metrics
