@@ -12,9 +12,10 @@ from rlcore_quickstart import tiny_model_path
 
 HERE = Path(__file__).parent
 OFFERS = {
-    "digits": ("digits-env", "0.3.0", {("taskset", "digits"), ("agent", "digits")}),
+    "vowels": ("vowels-env", "0.3.0", {("taskset", "vowels"), ("agent", "vowels")}),
     "noting": ("noting-sandbox", "2.0.1", {("sandbox", "noting")}),
     "root-tis": ("root-tis", "1.4.0", {("correction", "root_tis")}),
+    "soft-clip": ("soft-clip", "0.9.0", {("loss", "soft_clip")}),
 }
 
 
@@ -30,7 +31,7 @@ def test_they_are_found_and_keep_the_rules(foreign: Any) -> None:
     assert str(foreign.path) not in where[1]
 
 
-@pytest.mark.parametrize("name", ["digits-env", "root-tis"])
+@pytest.mark.parametrize("name", ["vowels-env", "root-tis", "soft-clip"])
 def test_their_own_tests_pass(foreign: Any, name: str, tmp_path: Path) -> None:
     shutil.copytree(HERE / name / "tests", tmp_path / "tests")
     done = foreign.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", cwd=tmp_path)
@@ -41,18 +42,18 @@ def test_their_own_tests_pass(foreign: Any, name: str, tmp_path: Path) -> None:
 def test_an_own_environment_is_learned(foreign: Any, tmp_path: Path) -> None:
     """No sandbox, a reward in Python, a foreign correction: the mean reward climbs."""
     foreign.rlcore(
-        *("train", "--config", HERE / "digits-env" / "run.toml", "--set", f"model.path={tiny_model_path()}"),
-        *("--set", "run.id=digits", "--set", "correction.name=root_tis", "--set", "correction.high=1.25"),
+        *("train", "--config", HERE / "vowels-env" / "run.toml", "--set", f"model.path={tiny_model_path()}"),
+        *("--set", "run.id=vowels", "--set", "correction.name=root_tis", "--set", "correction.high=1.25"),
         cwd=tmp_path,
     )
-    run = tmp_path / "runs" / "digits"
+    run = tmp_path / "runs" / "vowels"
     summary = json.loads((run / "summary.json").read_text())
     rewards = summary["reward_by_step"]
     assert summary["steps"] == 20
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.25, rewards
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["config"]["correction"] == {"name": "root_tis", "high": 1.25}
-    assert {"digits", "root-tis"} <= {plugin["name"] for plugin in manifest["plugins"]["plugins"]}
+    assert {"vowels", "root-tis"} <= {plugin["name"] for plugin in manifest["plugins"]["plugins"]}
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all(line["root_tis_weight"] == pytest.approx(1.0, abs=0.01) for line in metrics if "skipped" not in line)
 
@@ -68,6 +69,22 @@ def test_a_foreign_sandbox_runs_the_commands(foreign: Any, tmp_path: Path) -> No
     attempts = [json.loads(line) for line in (tmp_path / "runs/noted/attempts.jsonl").read_text().splitlines()]
     assert len({note["sandbox"] for note in notes}) == len(attempts) == 16
     assert all(attempt["reward"] is not None for attempt in attempts)
+
+
+def test_a_foreign_loss_is_listed_and_trains(foreign: Any, tmp_path: Path) -> None:
+    [listed] = [entry for entry in json.loads(foreign.rlcore("losses", "--json")) if entry["name"] == "soft_clip"]
+    assert (listed["kind"], listed["distribution"]) == ("loss", "soft-clip")
+    assert "gradient / policy gradient" in foreign.rlcore("losses", "show", "soft_clip")
+    foreign.rlcore(
+        *("train", "quickstart", "--model", "tiny", "--set", "run.id=bent", "--set", "run.steps=2"),
+        *("--set", "loss.name=soft_clip", "--set", "loss.width=0.2", "--set", "eval.before_and_after=false"),
+        *("--set", "rollout.tasks_per_step=4"),
+        cwd=tmp_path,
+    )
+    run = tmp_path / "runs" / "bent"
+    assert json.loads((run / "manifest.json").read_text())["config"]["loss"] == {"name": "soft_clip", "width": 0.2}
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert any("soft_clip_bend" in line for line in metrics)
 
 
 def test_a_new_plugin_works_from_its_first_minute(foreign: Any, tmp_path: Path) -> None:
@@ -92,9 +109,9 @@ def test_left_out_it_is_one_clear_error(foreign: Any) -> None:
 
 def test_the_guide_shows_what_is_tested() -> None:
     guide = (HERE.parents[1] / "docs" / "your-own-agent.md").read_text(encoding="utf-8")
-    example = HERE / "digits-env"
-    assert (example / "src/digits_env/environment.py").read_text(encoding="utf-8") in guide
-    for path in ("src/digits_env/plugin.py", "run.toml", "tests/test_environment.py"):
+    example = HERE / "vowels-env"
+    assert (example / "src/vowels_env/environment.py").read_text(encoding="utf-8") in guide
+    for path in ("src/vowels_env/plugin.py", "run.toml", "tests/test_environment.py"):
         lines = (example / path).read_text(encoding="utf-8").splitlines()
         shown = [line for line in lines if line in guide]
         assert len(shown) >= len(lines) * 0.6, path

@@ -5,9 +5,9 @@ from rlcore import hookimpl
 
 @hookimpl
 def rlcore_register_tasksets(register):
-    register("digits", "digits_env.environment:DigitTasks")
+    register("vowels", "vowels_env.environment:VowelTasks")
 
 
 @hookimpl
 def rlcore_register_agent_loops(register):
-    register("digits", "digits_env.environment:DigitAgent")
+    register("vowels", "vowels_env.environment:VowelAgent")

@@ -1,11 +1,11 @@
-"""Answer with digits: a task set, and an agent loop that judges the answers itself."""
+"""Answer with vowels: a task set, and an agent loop that judges the answers itself."""
 
 from pydantic import BaseModel, Field
 from rlcore.types import AgentResult, Message, Task
 
 
-class DigitTasks:
-    """Questions of the form "count to n"."""
+class VowelTasks:
+    """Requests of the form "sing n"."""
 
     class Config(BaseModel, extra="forbid"):
         count: int = Field(8, ge=1, description="number of tasks")
@@ -14,14 +14,14 @@ class DigitTasks:
         self.config = config
 
     def load(self):
-        return [Task(id=f"count-{n}", messages=(Message("user", f"count to {n}"),)) for n in range(self.config.count)]
+        return [Task(id=f"sing-{n}", messages=(Message("user", f"sing {n}"),)) for n in range(self.config.count)]
 
 
-class DigitAgent:
-    """Asks once; the more digits are in the answer, the better."""
+class VowelAgent:
+    """Asks once; the reward is the share of vowels in the answer."""
 
     class Config(BaseModel, extra="forbid"):
-        needed: int = Field(4, ge=1, description="digits of a full reward")
+        letters: str = Field("aeiou", min_length=1, description="letters that are wanted")
 
     def __init__(self, config: Config):
         self.config = config
@@ -31,5 +31,4 @@ class DigitAgent:
         return AgentResult("answered", reward=self.reward(reply.text))
 
     def reward(self, text: str) -> float:
-        digits = sum(character.isdigit() for character in text)
-        return min(digits / self.config.needed, 1.0)
+        return sum(character in self.config.letters for character in text) / max(len(text), 1)

@@ -1,1 +1,0 @@
-"""Answer with digits."""

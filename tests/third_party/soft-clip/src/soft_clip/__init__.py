@@ -1,0 +1,1 @@
+"""A ratio that is bent instead of clipped."""
