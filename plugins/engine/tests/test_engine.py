@@ -100,6 +100,23 @@ async def test_the_next_turn_reuses_what_the_last_one_left(start, reference, fam
     assert second.logprobs == pytest.approx(logprobs_of(reference(family), following, second.out), abs=1e-4)
 
 
+async def test_long_prompts_are_admitted_in_parts_and_siblings_together(start, monkeypatch):
+    monkeypatch.setattr("rlcore_engine.worker.ADMIT_TOKENS", 64)
+    many = [prompt for prompt in prompts(4, low=30) for _ in range(3)]
+    async with start() as engine:
+        sizes, prefill = [], engine.worker.model.prefill
+
+        def counted(rows):
+            sizes.append(len({tuple(row) for row in rows}))
+            return prefill(rows)
+
+        engine.worker.model.prefill = counted
+        done = await asyncio.gather(*(engine.generate(p, max_tokens=3, sampling=GREEDY) for p in many))
+    assert sum(sizes) == 4
+    assert 1 < len(sizes) <= 4
+    assert len({tuple(request.out) for request in done[:3]}) == 1
+
+
 async def test_kept_prefixes_are_bounded(start):
     async with start(prefix_tokens=64) as engine:
         for prompt in prompts(8, seed=1):

@@ -34,7 +34,7 @@ def file(tmp_path, models):
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCAB)
     spec = json.loads((models["llama"] / "tokenizer.json").read_text())
-    vocabulary = sorted(spec["model"]["vocab"], key=spec["model"]["vocab"].get) + ["ab"]
+    vocabulary = [*sorted(spec["model"]["vocab"], key=spec["model"]["vocab"].get), "ab"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(vocabulary)

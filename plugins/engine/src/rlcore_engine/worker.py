@@ -26,6 +26,8 @@ __all__ = ["Request", "Stats", "Worker"]
 
 GATHER_SECONDS = 0.002
 """An idle worker waits so long after a request for the others that were sent with it: they share their prefill."""
+ADMIT_TOKENS = 4096
+"""Distinct prompt tokens that are prefilled together: what they need beside their slots is bounded by this."""
 COLD = 1e-5
 """Below this temperature sampling is greedy: dividing by it would overflow."""
 
@@ -263,14 +265,28 @@ class Worker:
     def _work(self) -> None:
         if self.paused:
             return
-        free = self._slots - len(self._active)
-        if not self._prefilling and self._waiting and free > 0:
-            self._prefilling = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        if not self._prefilling and self._waiting and len(self._active) < self._slots:
+            self._prefilling = self._admit()
             self._prefill = self.model.prefill([request.tokens for request in self._prefilling])
         if self._prefill is not None:
             self._advance(self._prefill)
         if self._active:
             self._decode()
+
+    def _admit(self) -> list[Request]:
+        """The next requests for the free slots, in order of arrival."""
+        from rlcore_engine.models.prefixes import common_prefix
+
+        admitted: list[Request] = []
+        room, last = ADMIT_TOKENS, list[int]()
+        while self._waiting and len(self._active) + len(admitted) < self._slots:
+            tokens = self._waiting[0].tokens
+            room -= len(tokens) - common_prefix(tokens, last)
+            if admitted and room < 0:
+                break
+            admitted.append(self._waiting.popleft())
+            last = tokens
+        return admitted
 
     def _advance(self, prefill: Generator[None, None, Prefilled]) -> None:
         """One chunk; at the end the first token of each request."""

@@ -111,7 +111,7 @@ def check_weights(
     found: dict[str, Tensor] = {}
     problems: list[str] = []
     for name, value in weights:
-        tensor = torch.as_tensor(value).detach()
+        tensor = torch.as_tensor(value).detach().cpu()
         key = tied.get(name, name)
         if key not in shapes:
             problems.append(f"unexpected {name}")

@@ -85,8 +85,9 @@ class TransformersSide:
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every weight by its name in the checkpoint."""
-        if self._converted:
-            return self._stored
+        return self._stored if self._converted else self._own_shapes()
+
+    def _own_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._targets.items()}
 
     def named_weights(self) -> Mapping[str, Tensor]:
@@ -94,12 +95,15 @@ class TransformersSide:
         return self._targets
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights, or raise before the first is touched."""
-        found = check_weights(self.shapes(), self._tied, weights)
-        if not self._converted:
+        """Replace all weights, or raise before the first is touched. The names of the module serve as well."""
+        given = list(weights)
+        names = {name for name, _ in given}
+        if not self._converted or names <= self._targets.keys() | self._tied.keys():
+            found = check_weights(self._own_shapes(), self._tied, given)
             for name, target in self._targets.items():
                 target.copy_(found[name])
             return
+        found = check_weights(self._stored, {}, given)
         with torch.inference_mode(False):
             model, report = type(self._model).from_pretrained(
                 None,
