@@ -58,6 +58,7 @@ IMPL = """
         def configuration(self):
             sections = "taskset agent policy engine trainer advantage correction loss aggregation".split()
             return {name: {"name": "mine"} for name in sections} | {"model": {"path": self.config.model_size}}
+        def preflight(self, run): return []
 """
 
 COMMANDS = """
@@ -222,6 +223,43 @@ def test_recipes_and_their_own_options(run: Callable[..., Any], tmp_path: Path) 
     status, out, _ = run("config", "show", "mine", "--help")
     assert status == 0
     assert "Options of recipe mine:\n  --model-size  which model\n  --full        more evaluation\n" in out
+
+
+def test_several_plugins_with_recipes_need_a_name(run: Callable[..., Any], install: Install) -> None:
+    install(
+        "two-dist",
+        {"two": "two_plugin"},
+        {
+            "two_plugin": PLUGIN.replace("'mine', ", "'two', ")
+            .replace('"mine", ', '"two", ')
+            .replace('"greet"', '"greet2"')
+            .replace('"many"', '"many2"')
+        },
+    )
+    status, _, err = run("-p", "mine", "-p", "two_plugin", "config", "show")
+    assert (status, err) == (2, "rlcore: error: plugins mine and two_plugin both offer recipes: name the recipe\n")
+    assert run("-p", "two_plugin", "config", "show", "--json")[0] == 0
+
+
+def test_a_saved_run_is_resolved_as_it_was(run: Callable[..., Any], tmp_path: Path) -> None:
+    config = json.loads(run("config", "show", "mine", "--model-size", "small", "--json")[1])
+    saved = tmp_path / "run"
+    saved.mkdir()
+    (saved / "manifest.json").write_text(json.dumps({"config": config, "plugins": {"hash": "of another set"}}))
+    status, out, err = run("train", "--resume", str(saved), "--preflight", "--json")
+    assert (status, json.loads(out)) == (0, [])
+    assert err == "rlcore: warning: the plugins are not those that this run began with\n"
+    del config["loss"]
+    config["agent"]["size"] = "large"
+    (saved / "manifest.json").write_text(json.dumps({"config": config, "plugins": {"hash": "of another set"}}))
+    status, _, err = run("train", "--resume", str(saved), "--set", "run.steps=x")
+    assert status == 2
+    for part in (
+        "loss: is missing",
+        f'agent.size: should be a valid integer, not "large" ({saved}/manifest.json)',
+        "run.steps",
+    ):
+        assert part in err
 
 
 def test_what_is_shown_can_be_read_again(run: Callable[..., Any], tmp_path: Path) -> None:

@@ -83,9 +83,6 @@ def _scan() -> Iterator[Plugin]:
 
 def _find_or_add(name: str, found: list[Plugin]) -> Plugin:
     """The plugin of that name or path; else an importable module, which is added as a plugin in development."""
-    for plugin in found:
-        if plugin.module == name:
-            return plugin
     try:
         return pick(name, found)
     except PluginError:

@@ -291,6 +291,8 @@ class Plugins:
 
 def pick(name: str, plugins: Sequence[Plugin]) -> Plugin:
     """The plugin that a name, or ``distribution:name``, means."""
+    if by_path := [plugin for plugin in plugins if plugin.module == name]:
+        return by_path[0]
     owner, _, bare = name.rpartition(":")
     key, version = canonical(bare)
     found = [p for p in plugins if key_of(p.name) == key]
