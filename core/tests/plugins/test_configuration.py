@@ -374,7 +374,7 @@ ODD = [None, "null", "true", "1e5", "[a]", "a: b", "", "None", "héllo", "1.10",
 
 @pytest.mark.fault("CFG-04")
 @pytest.mark.parametrize("value", ODD, ids=repr)
-def test_values_survive_json_and_a_child_process(plugins: Plugins, value: str | None) -> None:
+def test_values_survive_json(plugins: Plugins, value: str | None) -> None:
     options = {"tag": value, "user": 12345678901234567890, "high": float("inf"), "names": ["null", "1e5"], "limit": 0.1}
     config = get(plugins, below=(file(loss={"env": {"K": str(value)}, **options}),)).config
     text = json.dumps(config.model_dump(mode="json"))
