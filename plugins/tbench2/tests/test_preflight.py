@@ -57,7 +57,7 @@ def test_a_missing_folder_is_a_problem_unless_a_recipe_is_going_to_write_it(tmp_
     assert problems(tmp_path / "tasks" / "absent") == []
     (tmp_path / "empty").mkdir()
     (found,) = problems(tmp_path / "empty")
-    assert "no task is left to run" in found.message
+    assert "is a task that can run" in found.message
 
 
 def test_other_task_sets_are_left_alone():
