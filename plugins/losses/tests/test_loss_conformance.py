@@ -24,14 +24,20 @@ def surrogate(ratio, slope, advantage, low, high, dual=None):
     return value, derivative
 
 
-class TestPPOClip(LossConformance):
+class Exact(LossConformance):
+    """Within 1e-5 relative or 1e-7 absolute, also where terms cancel."""
+
+    sum_tolerance = 0.0
+
+
+class TestPPOClip(Exact):
     loss = PPOClip
 
     def term(self, t):
         return surrogate(*ratio_of(t.logprob - t.old), t.advantage, 0.2, 0.28)
 
 
-class TestPPODualClip(LossConformance):
+class TestPPODualClip(Exact):
     loss = PPOClip
     options = {"dual_clip": 3.0, "clip_low": 0.1, "clip_high": 0.3}
 
@@ -39,7 +45,7 @@ class TestPPODualClip(LossConformance):
         return surrogate(*ratio_of(t.logprob - t.old), t.advantage, 0.1, 0.3, 3.0)
 
 
-class TestPPOToRollout(LossConformance):
+class TestPPOToRollout(Exact):
     loss = PPOClip
     options = {"ratio_to": "rollout"}
 
@@ -47,7 +53,7 @@ class TestPPOToRollout(LossConformance):
         return surrogate(*ratio_of(t.logprob - t.rollout), t.advantage, 0.2, 0.28)
 
 
-class TestCISPO(LossConformance):
+class TestCISPO(Exact):
     loss = CISPO
     options = {"clip_low": 0.9, "clip_high": 2.0}
 
@@ -56,7 +62,7 @@ class TestCISPO(LossConformance):
         return -weight * t.advantage * t.logprob, -weight * t.advantage
 
 
-class TestSAPO(LossConformance):
+class TestSAPO(Exact):
     loss = SAPO
 
     def term(self, t):
@@ -67,7 +73,7 @@ class TestSAPO(LossConformance):
         return -gate * 4 / tau * t.advantage, -4 * gate * (1 - gate) * slope * t.advantage
 
 
-class TestDPPOTV(LossConformance):
+class TestDPPOTV(Exact):
     loss = DPPOTV
     options = {"low": 0.1, "high": 0.15}
 
@@ -94,14 +100,14 @@ class TestDPPOKL(TestDPPOTV):
         return math.exp(q) * (q - p) + (1 - math.exp(q)) * rest
 
 
-class TestReinforce(LossConformance):
+class TestReinforce(Exact):
     loss = Reinforce
 
     def term(self, t):
         return -t.advantage * t.logprob, -t.advantage
 
 
-class TestImportanceWeighted(LossConformance):
+class TestImportanceWeighted(Exact):
     loss = Reinforce
     options = {"ratio_to": "old"}
 
@@ -110,7 +116,7 @@ class TestImportanceWeighted(LossConformance):
         return -ratio * t.advantage, -slope * t.advantage
 
 
-class TestCrossEntropy(LossConformance):
+class TestCrossEntropy(Exact):
     loss = CrossEntropy
     policy_gradient = False
 
@@ -121,7 +127,7 @@ class TestCrossEntropy(LossConformance):
         return -t.logprob, -1.0
 
 
-class TestGSPO(LossConformance):
+class TestGSPO(Exact):
     loss = GSPO
     options = {"clip_low": 0.1, "clip_high": 0.2}
 
@@ -130,7 +136,7 @@ class TestGSPO(LossConformance):
         return [surrogate(*ratio_of(mean), t.advantage, 0.1, 0.2) for t in tokens]
 
 
-class TestGMPO(LossConformance):
+class TestGMPO(Exact):
     loss = GMPO
 
     def row(self, tokens):
@@ -144,7 +150,7 @@ class TestGMPO(LossConformance):
         return [(-ratio * t.advantage, -slope * t.advantage * f) for t, f in zip(tokens, free, strict=True)]
 
 
-class TestDecoupled(LossConformance):
+class TestDecoupled(Exact):
     loss = Decoupled
 
     def term(self, t):
@@ -153,7 +159,7 @@ class TestDecoupled(LossConformance):
         return weight * value, weight * slope
 
 
-class TestDecoupledLogLinear(LossConformance):
+class TestDecoupledLogLinear(Exact):
     loss = Decoupled
     options = {"proximal": "loglinear", "above": "drop", "behaviour_high": 1.5}
 
@@ -164,7 +170,7 @@ class TestDecoupledLogLinear(LossConformance):
         return (weight * value, weight * slope) if weight <= 1.5 else (0.0, 0.0)
 
 
-class WithKL(LossConformance):
+class WithKL(Exact):
     """The policy gradient with a KL term; only the estimate differs."""
 
     loss = Reinforce
@@ -205,7 +211,7 @@ class TestKLUnbiased(WithKL):
     options = {"kl_coef": 0.1, "kl": "unbiased"}
 
 
-class TestEntropyBonus(LossConformance):
+class TestEntropyBonus(Exact):
     loss = Reinforce
     options = {"entropy_coef": 0.01}
 
