@@ -9,6 +9,7 @@ from rlcore.errors import ConfigError, PolicyUnavailable, Throttled
 from rlcore.types import FinishReason, ModelRequest, RunContext, Sampling
 from rlcore_engine.engine import EmbeddedEngine
 from rlcore_engine.policy import EmbeddedPolicy
+from rlcore_engine.testing import tiny_llama, tiny_model
 
 pytestmark = pytest.mark.anyio
 GREEDY = Sampling(temperature=0.0)
@@ -423,6 +424,68 @@ async def test_the_policy_needs_the_embedded_engine(tmp_path):
     policy = EmbeddedPolicy(EmbeddedPolicy.Config())
     with pytest.raises(ConfigError, match=r"engine\.name"):
         await policy.start(RunContext("run", tmp_path, 0, {}, None))
+
+
+VARIANTS = {
+    "untied": {"tie_word_embeddings": False},
+    "one key head": {"num_key_value_heads": 1},
+    "wide heads": {"head_dim": 32},
+    "llama3 rotary": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "linear rotary": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+async def test_variants_of_the_family(start, reference, tmp_path, variant):
+    folder = tiny_llama(tmp_path / "model", **VARIANTS[variant])
+    async with start(folder, side="llama") as engine:
+        for prompt in prompts(2, low=20):
+            request = await engine.generate(prompt, max_tokens=6, sampling=GREEDY)
+            assert request.logprobs == pytest.approx(logprobs_of(reference(folder), prompt, request.out), abs=1e-4)
+
+
+async def test_a_checkpoint_in_parts_is_read_by_its_index(start, reference, tmp_path):
+    from safetensors.torch import save_file
+
+    folder = tiny_llama(tmp_path / "model")
+    reference(folder).save_pretrained(folder, max_shard_size="50KB")
+    (folder / "model.safetensors").unlink()
+    save_file({"another.layout": torch.zeros(1)}, folder / "consolidated.safetensors")
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    async with start(folder, side="llama") as engine:
+        request = await engine.generate([5, 6, 7], max_tokens=4, sampling=GREEDY)
+        assert request.logprobs == pytest.approx(logprobs_of(reference(folder), [5, 6, 7], request.out), abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "no config"])
+async def test_a_broken_model_is_one_error_that_names_the_folder(start, tmp_path, family, damage):
+    folder = tiny_model(tmp_path / "model", family)
+    weights = folder / "model.safetensors"
+    if damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif damage == "gone":
+        weights.unlink()
+    else:
+        (folder / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"model\.path.*model"):
+        async with start(folder):
+            pass
+
+
+async def test_the_fast_side_says_why_it_cannot_serve(start, models):
+    with pytest.raises(ConfigError, match="gpt_neox"):
+        async with start("gpt_neox", side="llama"):
+            pass
 
 
 @pytest.mark.parametrize("path", [None, "nowhere"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from rlcore.errors import ConfigError
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -46,7 +47,7 @@ class TransformersSide:
         self.context_length = limit_context(config, context_length)
         try:
             model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ConfigError(f"model.path: transformers cannot load {folder}: {error}") from error
         self._adopt(model)
         self._stored = _stored_shapes(folder)

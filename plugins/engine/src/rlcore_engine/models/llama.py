@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,10 @@ class LlamaSide:
         self._rotate = _rotary_table(config, self.context_length, dtype)
         shape = (config.num_hidden_layers, 0, self._kv_heads, 0, self._head_dim)
         self._keys, self._values = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
-        self.load(read_safetensors(folder))
+        try:
+            self.load(read_safetensors(folder))
+        except ConfigError as error:
+            raise ConfigError(f"model.path = {folder}: {error}") from error
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -442,10 +446,21 @@ def _rotary_table(config: Any, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def read_safetensors(folder: Path) -> Iterable[tuple[str, Tensor]]:
-    """Every tensor of a folder's safetensors files; rotary tables of old checkpoints are left out."""
+    """Every tensor of a folder's checkpoint; rotary tables of old ones are left out.
+
+    Raises:
+        ConfigError: names the file that cannot be read.
+    """
     from safetensors import SafetensorError, safe_open
 
-    paths = sorted(folder.glob("*.safetensors"))
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():  # folders may hold a second copy of the weights in another layout
+        try:
+            paths = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"cannot read {index}: {error}") from error
+    else:
+        paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ConfigError(f"no safetensors files in {folder}")
     for path in paths:
