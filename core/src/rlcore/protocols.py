@@ -17,6 +17,7 @@ from rlcore.types import (
     Array,
     Batch,
     BudgetLeft,
+    Cluster,
     Completion,
     ExecResult,
     Group,
@@ -36,11 +37,13 @@ from rlcore.types import (
 
 if TYPE_CHECKING:
     from rlcore.config import RunConfig
+    from rlcore.plan.report import PlanRequest
 
 __all__ = [
     "AdvantageEstimator",
     "AgentLoop",
     "Aggregation",
+    "ClusterRecipe",
     "Corrected",
     "Correction",
     "Engine",
@@ -50,6 +53,7 @@ __all__ = [
     "Loss",
     "LossOutput",
     "Objective",
+    "PlannedRecipe",
     "PolicyClient",
     "Recipe",
     "Renderer",
@@ -509,14 +513,32 @@ class Recipe(Protocol):
 
 
 @runtime_checkable
-class Launcher(Protocol):
-    """Starts a run somewhere: here, on Slurm, on Ray."""
+class PlannedRecipe(Protocol):
+    """What a recipe may have beside: it knows what its run needs (``rlcore plan RECIPE``)."""
 
-    def render(self, run: RunConfig) -> str:
+    def plan(self, run: RunConfig) -> PlanRequest:
+        """Model, layout, engines and workload of this run. Needs no folder, credential or environment variable."""
+        ...
+
+
+@runtime_checkable
+class ClusterRecipe(Protocol):
+    """What a recipe may have beside: its run is more than this process (``rlcore train --dry-run``, launchers)."""
+
+    def cluster(self, run: RunConfig) -> Cluster:
+        """Everything that would run, node by node. Needs no folder, credential or environment variable."""
+        ...
+
+
+@runtime_checkable
+class Launcher(Protocol):
+    """Starts a run somewhere: here, on Slurm, on Ray. Both methods get the recipe's own description, if it has one."""
+
+    def render(self, run: RunConfig, cluster: Cluster | None) -> str:
         """What would be run, as text to read or submit."""
         ...
 
-    def launch(self, run: RunConfig) -> int:
+    def launch(self, run: RunConfig, cluster: Cluster | None) -> int:
         """Run it and return the exit status."""
         ...
 

@@ -22,6 +22,7 @@ __all__ = [
     "Batch",
     "Budget",
     "BudgetLeft",
+    "Cluster",
     "Completion",
     "EndReason",
     "ExecResult",
@@ -33,6 +34,7 @@ __all__ = [
     "MicroBatch",
     "Min",
     "ModelRequest",
+    "NodePlan",
     "Problem",
     "Reply",
     "RunContext",
@@ -589,3 +591,47 @@ class Problem:
     message: str
     remedy: str
     fatal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """What runs on some nodes of a cluster.
+
+    Attributes:
+        nodes: their numbers, from 0; equal nodes share one description.
+        role: what they are for, in a word or two.
+        env: environment variables; a secret's value is a reference (``${NAME}``), never the secret.
+        commands: command lines in the order in which they start, each as its words.
+    """
+
+    nodes: tuple[int, ...]
+    role: str
+    env: Mapping[str, str]
+    commands: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A run that is more than one process: what a recipe describes and a launcher starts.
+
+    Attributes:
+        nodes: number of nodes; gpus_per_node: GPUs of each.
+        plans: what runs where; every node is in one of them.
+        settings: what the processes are configured with, by component (``"trainer: parallelism"``): field to value.
+        image: container image; empty: none. mounts: ``source:target`` of it.
+        fabric_prefix: what an address on the fabric between nodes begins with; empty: not known yet.
+        ports: ports of the head that must be free, by what listens there.
+        driver: the command that is the run; it runs on the head, and its exit status is the run's.
+        pinned: variables that every process needs and that hold a path or a name, never a secret.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    plans: tuple[NodePlan, ...]
+    settings: Mapping[str, Mapping[str, Any]]
+    driver: tuple[str, ...]
+    image: str = ""
+    mounts: tuple[str, ...] = ()
+    fabric_prefix: str = ""
+    ports: Mapping[str, int] = field(default_factory=dict)
+    pinned: tuple[str, ...] = ()

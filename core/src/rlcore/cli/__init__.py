@@ -21,6 +21,7 @@ __all__ = ["COMMANDS", "Globals", "main"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("rlcore.cli.train:train", "Train a model as a recipe says."),
     "eval": ("rlcore.cli.eval:evaluate", "Measure a policy on tasks."),
+    "plan": ("rlcore.cli.plan:plan", "Say what a model needs on given hardware, from its shapes."),
     "export": ("rlcore.cli.export:export", "Write a run's weights as a Hugging Face model."),
     "config": ("rlcore.cli.config:app", "Show a run's configuration and what can be configured."),
     "plugins": ("rlcore.cli.plugins:app", "List, check and create plugins."),

@@ -38,6 +38,7 @@ class Shapes:
         layers: decoder layers, without prediction layers (MTP).
         dense_layers: layers at the start without experts.
         moe_step: of the other layers, every how many-th has experts (1: all).
+        index_topk: tokens that sparse attention reads.
         indexers: layers, counted from 0, with a sparse-attention indexer of their own.
         shares_indexers: the other layers use the choice of the last indexer before them (IndexShare).
         mtp_layers: prediction layers behind the decoder.
@@ -71,6 +72,7 @@ class Shapes:
     # sparse attention
     index_heads: int = 0
     index_dim: int = 0
+    index_topk: int = 0
     indexers: tuple[int, ...] = ()
     shares_indexers: bool = False
     mtp_layers: int = 0
@@ -134,6 +136,7 @@ class Shapes:
             v_dim=get("v_head_dim"),
             index_heads=get("index_n_heads"),
             index_dim=get("index_head_dim"),
+            index_topk=get("index_topk", default=2048) if indexed else 0,
             indexers=tuple(i for i in range(layers) if indexed and _has_indexer(i, every, offset)),
             shares_indexers=every > 1,
             mtp_layers=get("num_nextn_predict_layers"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rlcore.errors import ConfigError
 from rlcore.plan.shapes import Shapes
 
-__all__ = ["Layout", "Stage", "index_share_starts", "problems", "stages"]
+__all__ = ["ADAM_BYTES", "Layout", "Stage", "index_share_starts", "problems", "stages"]
 
 WEIGHT_BYTES, GRADIENT_BYTES, ADAM_BYTES = 2, 4, 12
 ACTIVATION_BYTES = 2
