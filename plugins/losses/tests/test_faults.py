@@ -10,7 +10,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 from rlcore.errors import ConfigError, RlcoreError
+from rlcore.learn.rows import batch_of as batch_of_groups
 from rlcore.protocols import Corrected
+from rlcore.types import Completion, FinishReason, Group, Mean, Task, Trajectory, Turn
+from rlcore_losses.advantages import GRPO
 from rlcore_losses.aggregations import PromptMean, SequenceMeanTokenMean, SequenceSumFixed, TokenMean
 from rlcore_losses.chain import Chain
 from rlcore_losses.corrections import GeometricTIS, IcePop, NoCorrection, SequenceTIS, TokenTIS
@@ -385,3 +388,42 @@ def test_every_array_of_another_length_is_named(batch_of):
         build(PPOClip)(torch.zeros(2, 1), batch, build(NoCorrection)(torch.zeros(2), batch), torch.ones(3))
     with pytest.raises(RlcoreError, match=r"token_mean: shapes do not fit: counted \[3\]"):
         build(TokenMean)(torch.ones(3, dtype=torch.bool), batch)
+
+
+@pytest.mark.fault("LOSS-21")
+def test_every_turn_of_an_attempt_carries_its_advantage():
+    def attempt(name, reward, lengths):
+        prompt, turns = (1, 2, 3), []
+        for length in lengths:
+            turns.append(Turn(prompt, Completion((7,) * length, (-1.0,) * length, FinishReason.STOP)))
+            prompt = (*prompt, *turns[-1].completion.token_ids, 4, 5)
+        return Trajectory(name, "t", "g", turns=turns, reward=reward)
+
+    group = Group("g", Task("t"), [attempt("a", 1.0, (2, 5)), attempt("b", 0.0, (3,))])
+    batch = batch_of_groups([group], build(GRPO)([group]), policy_version=0)
+    first, second = batch.samples
+    trained = [a for a, m in zip(first.advantages, first.mask, strict=True) if m]
+    assert len(trained) == 7
+    assert set(trained) == {trained[0]}
+    assert trained[0] > 0 > second.advantages[second.mask.index(True)]
+
+
+@pytest.mark.fault("LOSS-27")
+@pytest.mark.parametrize("correction", [TokenTIS, SequenceTIS, IcePop])
+@pytest.mark.parametrize("aggregation", [TokenMean, SequenceMeanTokenMean, PromptMean])
+def test_a_rank_without_tokens_has_the_same_things_to_reduce(batch_of, correction, aggregation):
+    """What a trainer sums over ranks is the same list, in the same order, whatever a rank holds."""
+
+    def reduced(batch, count):
+        made = build(correction), build(PPOClip), build(aggregation)
+        output, part, corrected = objective(torch.full((count,), -1.0), batch, *made)
+        calls = []
+        for name, stat in {**corrected.metrics, **output.metrics}.items():
+            if isinstance(stat, Mean):
+                calls.append((name, float(stat.total), float(stat.count)))
+        return [("loss", float(output.loss)), ("denominator", float(part)), *calls]
+
+    full = reduced(batch_of([[-1.0, -2.0]]), 2)
+    for empty in (reduced(batch_of([]), 0), reduced(batch_of([[-1.0]], mask=[[0]]), 1)):
+        assert [call[0] for call in empty] == [call[0] for call in full]
+        assert all(value == 0.0 for call in empty for value in call[1:]), "an empty rank adds zeros"
