@@ -67,8 +67,8 @@ class MasterAdamW:
         """The norm of the summed gradients."""
         if self._sums:
             self.accumulate()
-        squares = [gradient.square().sum() for *_, gradient in self._gradients()]
-        return float(torch.stack(squares).double().sum().sqrt()) if squares else 0.0
+        norms = [torch.linalg.vector_norm(gradient) for *_, gradient in self._gradients()]
+        return float(torch.stack(norms).double().norm()) if norms else 0.0
 
     def step(self, lr: float, scale: float) -> None:
         """One update with ``scale`` times the summed gradients; afterwards there are none."""

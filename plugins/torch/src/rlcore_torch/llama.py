@@ -59,7 +59,9 @@ def hidden_states(module: Any, token_ids: Tensor, positions: Tensor, blocks: lis
     """
     body = module.model
     attention = body.layers[0].self_attn
-    hidden = F.embedding(token_ids, body.embed_tokens.weight)
+    table = body.embed_tokens.weight
+    # a tied table has the head's dense gradient already: only the rows that were looked up are added to it
+    hidden = F.embedding(token_ids, table, sparse=module.lm_head.weight is table)
     with torch.no_grad():
         cos, sin = body.rotary_emb(hidden, positions[None])
     half = cos.shape[-1] // 2
