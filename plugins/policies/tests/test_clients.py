@@ -274,6 +274,32 @@ async def test_300_requests_run_at_once(connect: Any, server: Any, kind: str, re
 
 
 @KINDS
+@pytest.mark.fault("CLI-07")
+async def test_no_request_is_lost_with_a_connection_that_the_server_gave_up(
+    connect: Any, raw_server: Any, kind: str, request_of: Any
+) -> None:
+    good = {
+        "choices": [{"finish_reason": "stop", "message": {"role": "assistant", "content": "x"}}],
+        "output_ids": [1],
+        "meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 1, None]]},
+    }
+    body = json.dumps(good).encode()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        if head.startswith("post"):
+            await reader.readexactly(int(head.partition("content-length: ")[2].partition("\r\n")[0]))
+        start = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(start.encode() + body)  # it says nothing of closing, and hangs up at the next request
+        await reader.read(1)
+        writer.transport.abort()
+
+    client = await connect(kind, await raw_server(talk))
+    for _ in range(3):
+        assert (await client.complete(request_of())).finish_reason is FinishReason.STOP
+
+
+@KINDS
 @pytest.mark.fault("CLI-09")
 async def test_a_proxys_odd_answer_is_read_whole(connect: Any, raw_server: Any, kind: str, request_of: Any) -> None:
     long = "é😀" * 40_000

@@ -62,14 +62,16 @@ class OpenAIClient:
             ConfigError: no key, or no single model to choose.
             PolicyUnavailable: the server does not say which models it has.
         """
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+        from openai import DEFAULT_CONNECTION_LIMITS, AsyncOpenAI, DefaultAsyncHttpxClient
 
+        # the SDK brings its own HTTP library: its class of limits is that of its default. No connection is used twice (a
+        # server that closes it meanwhile loses the request), and no redirect is followed: both would send a request again
+        limits = type(DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=0)
         self._client = AsyncOpenAI(
             base_url=self._config.base_url,
             api_key=self._key(),
             max_retries=0,
-            # its pool takes 1,000 connections; a request that follows a redirect is a request sent twice
-            http_client=DefaultAsyncHttpxClient(trust_env=False, follow_redirects=False),
+            http_client=DefaultAsyncHttpxClient(trust_env=False, follow_redirects=False, limits=limits),
         )
         if self._model is None:
             self._model = await self._only_model()

@@ -99,7 +99,9 @@ class SGLangClient:
         self._http = httpx.AsyncClient(
             trust_env=False,
             headers={} if key is None else {"Authorization": f"Bearer {key.read()}"},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=1024),
+            # a connection that the server closes while it is used again loses a request that may not be sent twice, and
+            # a new one costs nothing beside a generation: every request gets its own
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             timeout=httpx.Timeout(CONTROL_SECONDS, connect=self._config.connect_seconds),
         )
         windows = [w for w in await asyncio.gather(*map(self._window_of, urls)) if w is not None]
