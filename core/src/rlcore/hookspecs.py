@@ -39,8 +39,13 @@ hookimpl = pluggy.HookimplMarker("rlcore")
 class Register(Protocol):
     """The callback of the collecting hooks."""
 
-    def __call__(self, name: str, target: str | type) -> None:
-        """Offer ``target`` (lazily as ``"package.module:Attr"``, or the class itself) under ``name``."""
+    def __call__(self, name: str, target: str | type, *, needs: str = "") -> None:
+        """Offer ``target`` (lazily as ``"package.module:Attr"``, or the class itself) under ``name``.
+
+        ``needs`` names the distribution that really offers ``name``. As long as it is not installed, ``target`` types the
+        options (so a recipe that uses the name can be shown, checked and planned), a preflight says what to install, and
+        building it raises ``PluginError``; once it is installed, this offer gives way without a conflict.
+        """
 
 
 # --- offers: what a configuration can name ----------------------------------------------------------------------------

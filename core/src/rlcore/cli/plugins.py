@@ -50,7 +50,7 @@ def show(
     if plugin.cause is not None:
         print("".join(traceback.format_exception(plugin.cause)))
     for offer in plugin.offers:
-        print(f"\n{offer.kind} {offer.name}  ({offer.path}){_also(plugins, offer)}")
+        print(f"\n{offer.kind} {offer.name}  ({offer.path}){_remark(plugins, offer)}")
         for line in _describe(plugins, offer):
             print(f"    {line}")
     if hooks := [hook for hook in plugin.hooks if hook not in KINDS.values()]:
@@ -112,12 +112,17 @@ def _list(plugins: Plugins, as_json: bool) -> None:
         origin = f"{plugin.distribution} {plugin.version}".strip() or plugin.module
         print(f"{plugin.name:<{width}}  {origin}  {_status(plugin)}")
         for kind in KINDS:
-            if names := [f"{offer.name}{_also(plugins, offer)}" for offer in plugin.offers if offer.kind == kind]:
+            if names := [f"{offer.name}{_remark(plugins, offer)}" for offer in plugin.offers if offer.kind == kind]:
                 print(f"{'':<{width}}    {kind}: {', '.join(names)}")
 
 
 def _status(plugin: Plugin) -> str:
     return plugin.status if plugin.status == "ok" else f"{plugin.status}: {plugin.reason}"
+
+
+def _remark(plugins: Plugins, offer: Offer) -> str:
+    """What is to be known of an offer beside its name."""
+    return f" (needs {offer.needs})" if offer.needs else _also(plugins, offer)
 
 
 def _also(plugins: Plugins, offer: Offer) -> str:

@@ -15,6 +15,7 @@ import typer
 
 from rlcore.cli._run_options import ConfigOption, RecipeArgument, SetOption, resolve_run, resolve_saved
 from rlcore.errors import ConfigError
+from rlcore.resolve import absent
 from rlcore.types import Problem
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def train(
 
 def _problems(plugins: Plugins, resolved: Resolved) -> list[Problem]:
     found = list(resolved.recipe.preflight(resolved.config)) if resolved.recipe is not None else []
-    return found + plugins.preflight(resolved.config)
+    return [*absent(plugins, resolved.config), *found, *plugins.preflight(resolved.config)]
 
 
 def _report_problems(problems: Sequence[Problem], as_json: bool) -> int:

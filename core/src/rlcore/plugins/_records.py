@@ -38,6 +38,8 @@ class Offer:
         plugin: name of the entry point, or the module's path.
         distribution: what pip installed it as; empty for a module that was named by its path.
         version: of the distribution; empty where there is none.
+        needs: the distribution that really offers this name. Until it is installed, this class types the options, and
+            building it says what is missing; then it gives way.
     """
 
     kind: str
@@ -46,6 +48,7 @@ class Offer:
     plugin: str = ""
     distribution: str = ""
     version: str = ""
+    needs: str = ""
 
     def __str__(self) -> str:
         """As messages name it."""
@@ -95,6 +98,9 @@ class Plugin:
             "module": self.module,
             "status": self.status,
             "reason": self.reason,
-            "offers": [{"kind": o.kind, "name": o.name, "target": o.path} for o in self.offers],
+            "offers": [
+                {"kind": o.kind, "name": o.name, "target": o.path} | ({"needs": o.needs} if o.needs else {})
+                for o in self.offers
+            ],
             "hooks": list(self.hooks),
         }

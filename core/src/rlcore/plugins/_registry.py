@@ -62,8 +62,9 @@ class Plugins:
         return sorted({offer.name for offer in self.offers(kind)})
 
     def collisions(self) -> list[list[Offer]]:
-        """Offers of different plugins that claim one name of one kind."""
-        return [offers for offers in self._by_name.values() if len(offers) > 1]
+        """Offers of different plugins that claim one name of one kind; those that give way claim none."""
+        real = ([offer for offer in offers if not offer.needs] for offers in self._by_name.values())
+        return [offers for offers in real if len(offers) > 1]
 
     def find(self, name: str) -> Plugin:
         """The plugin of that name, whatever its status.
@@ -91,6 +92,7 @@ class Plugins:
             known = any(key_of(owner) in (key_of(p.distribution), key_of(p.name)) for p in self.all)
             if not found and ("." in owner or not known) and _TARGET.fullmatch(name):
                 return Offer(kind, name, name)
+        found = [offer for offer in found if not offer.needs] or found[:1]
         _, version = canonical(bare)
         if not found:
             message = f"no {kind} named {name!r}{nearest(bare, self.names(kind))}"
@@ -310,7 +312,9 @@ def pick(name: str, plugins: Sequence[Plugin]) -> Plugin:
     return found[0]
 
 
-def _register(offers: list[Offer], kind: str, plugin: Plugin, name: str, target: str | type) -> None:
+def _register(
+    offers: list[Offer], kind: str, plugin: Plugin, name: str, target: str | type, *, needs: str = ""
+) -> None:
     """What a plugin gets as ``register``."""
     key, version = canonical(name)
     if version is not None or "/" in name:
@@ -323,7 +327,7 @@ def _register(offers: list[Offer], kind: str, plugin: Plugin, name: str, target:
         )
     if any(offer.kind == kind and key_of(offer.name) == key for offer in offers):
         raise PluginError(f"it offers {kind} {name!r} twice")
-    offers.append(Offer(kind, name, target, plugin.name, plugin.distribution, plugin.version))
+    offers.append(Offer(kind, name, target, plugin.name, plugin.distribution, plugin.version, needs))
 
 
 def _call(implementation: pluggy.HookImpl, arguments: Mapping[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from rlcore.protocols import Recipe
 from rlcore.resolve._layers import Key, Layer, copy, forget, get, merge
 from rlcore.resolve._values import arms, field_of, keys, read, typed
 from rlcore.resolve._words import place, say
+from rlcore.types import Problem
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -85,6 +86,18 @@ def resolve_evaluation(plugins: Plugins, layers: Sequence[Layer]) -> EvaluationC
     config = _Merged(plugins, layers, EvaluationConfig).config()
     assert isinstance(config, EvaluationConfig)
     return config
+
+
+def absent(plugins: Plugins, config: BaseModel) -> Iterator[Problem]:
+    """What a configuration names and is only announced by a plugin: the distributions that are to be installed."""
+    for key, kind in offered_sections(type(config)).items():
+        section: Any = config
+        for part in key:
+            section = section and getattr(section, part)
+        if section and (offer := plugins.offer(kind, section.name)).needs:
+            yield Problem(
+                "packages", f"{'.'.join(key)}: {kind} {section.name!r} is not installed", f"pip install {offer.needs}"
+            )
 
 
 @cache

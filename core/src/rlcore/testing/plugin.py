@@ -76,7 +76,7 @@ def offer_problems(plugins: Plugins, offer: Offer) -> Iterator[str]:
     for key, field in config.model_fields.items():
         if not field.description:
             yield f"{offer}: option {key!r} has no description"
-    for method, wanted in _methods(PROTOCOLS[offer.kind]):
+    for method, wanted in _methods(PROTOCOLS[offer.kind]) if not offer.needs else ():
         found = getattr(loaded, method, None)
         if found is None:
             yield f"{offer}: {loaded.__name__} has no {method}(): see rlcore.protocols.{PROTOCOLS[offer.kind].__name__}"
