@@ -69,6 +69,12 @@ class BoundedBytes:
             if len(self._tail) > 2 * self._whole + 4096:
                 del self._tail[: -self._whole or None]
 
+    def whole(self) -> bytes:
+        """Every byte of a stream that fitted; ``ValueError`` if it did not."""
+        if self.total > self._whole:
+            raise ValueError(f"{self.total} bytes came, {self._whole} were kept")
+        return bytes(self._head)
+
     def text(self) -> tuple[str, bool]:
         """The text and whether something was left out."""
         if self.total <= self._whole:
@@ -131,8 +137,10 @@ def process_start(pid: int) -> int | None:
     return 0
 
 
-def pack_folder(source: Path, out: IO[bytes]) -> None:
+def pack_folder(source: Path, out: IO[bytes], *, owner: tuple[int, int] = (0, 0)) -> None:
     """Write the content of ``source`` as a tar stream: files, folders and links that stay inside; modes kept.
+
+    ``owner`` (uid, gid) is written for every entry: who owns it on the other side, where that is heeded.
 
     Raises ``NotADirectoryError`` for anything but a folder and ``ValueError`` for a link that leaves it or for a device,
     socket or pipe. Nothing is read through a link.
@@ -146,14 +154,15 @@ def pack_folder(source: Path, out: IO[bytes]) -> None:
         for folder, names, files in os.walk(root, followlinks=False):
             for name in sorted(names + files):
                 path = Path(folder, name)
-                _pack_one(tar, path, root)
+                _pack_one(tar, path, root, owner)
 
 
-def _pack_one(tar: tarfile.TarFile, path: Path, root: Path) -> None:
+def _pack_one(tar: tarfile.TarFile, path: Path, root: Path, owner: tuple[int, int]) -> None:
     status = path.lstat()
     entry = tarfile.TarInfo(os.fspath(path.relative_to(root)))
     entry.mode = stat.S_IMODE(status.st_mode) & 0o777
     entry.mtime = int(status.st_mtime)
+    entry.uid, entry.gid = owner
     if stat.S_ISLNK(status.st_mode):
         link = os.readlink(path)
         if os.path.isabs(link) or not Path(os.path.realpath(path)).is_relative_to(root):

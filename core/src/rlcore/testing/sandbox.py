@@ -201,10 +201,13 @@ async def _try(one: Behaviour, bench: Bench, declared: Mapping[str, str]) -> Out
         failure = str(error).splitlines()[0] if str(error) else traceback.format_exc().strip().splitlines()[-2].strip()
     except Exception as error:  # noqa: BLE001 - whatever a backend raises is the outcome of the experiment
         failure = f"{type(error).__name__}: {error}"
-    if failure and one.shares and bench.box is not None:
+    if failure:
         with contextlib.suppress(InfraError):
-            await bench.box.close()
-        bench.box = None  # type: ignore[assignment]
+            if one.shares and bench.box is not None:
+                await bench.box.close()
+                bench.box = None  # type: ignore[assignment]
+            for sandbox_id in await bench.ids() - ({bench.box.id} if bench.box else set()):
+                await bench.backend.delete(sandbox_id)
     seconds = time.monotonic() - begun
     if one.name in declared and one.optional:
         status, detail = ("gap" if failure else "no gap"), declared[one.name]
@@ -439,7 +442,7 @@ async def cwd_is_explicit(bench: Bench) -> None:
     """The working directory is the one that is given, for this command only."""
     usual = await bench.out("pwd")
     _equal(await bench.out("pwd", cwd="/tmp"), "/tmp\n")
-    await bench.out("cd /usr")
+    await bench.out("cd /bin")
     _equal(await bench.out("pwd"), usual)
 
 
@@ -656,7 +659,7 @@ async def background_child_does_not_block(bench: Bench) -> None:
 async def background_server_stays(bench: Bench) -> None:
     """What is started in the background works on between commands, and may write to its output."""
     name = f"beat-{secrets.token_hex(4)}"
-    await bench.out(f"nohup sh -c 'while true; do echo .; echo . >> /tmp/{name}; sleep 0.05; done' & sleep 0.3")
+    await bench.out(f"sh -c 'while true; do echo .; echo . >> /tmp/{name}; sleep 0.05; done' & sleep 0.3")
     assert await _beats(bench, name)
 
 
@@ -685,7 +688,7 @@ async def timeout_kills_daemons(bench: Bench) -> None:
     """A time-out also kills children that made a session of their own."""
     name = f"beat-{secrets.token_hex(4)}"
     result = await bench.sh(
-        f"setsid sh -c '{_heart(name)}' & (setsid nohup sh -c '{_heart(name)}' &) ; sleep 60", timeout=0.8
+        f"setsid sh -c '{_heart(name)}' & (setsid sh -c '{_heart(name)}' &) ; sleep 60", timeout=0.8
     )
     assert result.timed_out
     assert not await _beats(bench, name), "a daemon works on"

@@ -1,0 +1,1 @@
+"""Docker sandboxes for rlcore."""
