@@ -82,7 +82,7 @@ class EpisodeRunner:
             trajectory.end = result.end
             trajectory.info.update(result.info)
             if result.reward is not None:
-                trajectory.reward = coerce_reward(result.reward, f"agent loop, task {task.id}")
+                trajectory.reward = coerce_reward(result.reward, f"agent loop {_whose(self.agent)}, task {task.id}")
         except TimeoutError:
             trajectory.end = EndReason.TIMEOUT
         except BudgetExhausted as error:
@@ -110,7 +110,7 @@ class EpisodeRunner:
             async with asyncio.timeout(task.verifier_seconds + VERIFIER_GRACE):
                 verdict = await self.grader.grade(task, sandbox, trajectory)
             trajectory.info.update(verdict.info)
-            trajectory.reward = coerce_reward(verdict.reward, f"grader, task {task.id}")
+            trajectory.reward = coerce_reward(verdict.reward, f"grader {_whose(self.grader)}, task {task.id}")
         except TimeoutError:
             trajectory.error = f"no verdict within {task.verifier_seconds:g} s"
         except (InfraError, TaskError) as error:
@@ -131,6 +131,11 @@ class _Clock:
         now = monotonic()
         self._seconds[part] = now - self._last
         self._last = now
+
+
+def _whose(part: object) -> str:
+    """The class and the package that it comes from, for messages."""
+    return f"{type(part).__name__} of {type(part).__module__.partition('.')[0]}"
 
 
 def _say(error: BaseException) -> str:
