@@ -24,7 +24,7 @@ class Block:
     Attributes:
         start: first query.
         stop: behind the last query.
-        keys: ``[m]`` int64 positions that any of them sees.
+        keys: ``[m]`` int64 positions that any of them sees, the queries themselves last.
         visible: ``[b, m]`` bool.
     """
 

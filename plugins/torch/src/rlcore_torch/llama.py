@@ -230,13 +230,20 @@ def _attend_backward(
     grad_k, grad_v = k.new_zeros(k.shape, dtype=torch.float32), v.new_zeros(v.shape, dtype=torch.float32)
     for (queries, keys, _), chances in zip(shape.blocks, probabilities, strict=True):
         grad_out = _by_key_head(shape, grad[queries])
-        grad_v.index_add_(0, keys, torch.bmm(chances.transpose(1, 2), grad_out).transpose(0, 1).float())
+        _add_to_keys(grad_v, queries, keys, torch.bmm(chances.transpose(1, 2), grad_out).transpose(0, 1))
         grad_chances = torch.bmm(grad_out, v[keys].permute(1, 2, 0))
         grad_scores = torch._softmax_backward_data(grad_chances, chances, -1, chances.dtype)
         grad_q[queries] = _by_position(shape, torch.bmm(grad_scores, k[keys].transpose(0, 1)).mul_(shape.scale))
         part = torch.bmm(grad_scores.transpose(1, 2), _by_key_head(shape, q[queries])).mul_(shape.scale)
-        grad_k.index_add_(0, keys, part.transpose(0, 1).float())
+        _add_to_keys(grad_k, queries, keys, part.transpose(0, 1))
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def _add_to_keys(total: Tensor, queries: slice, keys: Tensor, part: Tensor) -> None:
+    """Add ``[m, V, d]`` to float32 sums; the last keys of a block are its own positions."""
+    before = len(keys) - (queries.stop - queries.start)
+    total[queries] += part[before:]
+    total.index_add_(0, keys[:before], part[:before].float())
 
 
 def _by_key_head(shape: _Shape, x: Tensor) -> Tensor:

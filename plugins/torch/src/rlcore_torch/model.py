@@ -31,7 +31,7 @@ _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json"
 _ATTENTION_SLOWNESS = 4.0
 """How much longer an operation takes in attention with a mask than in a matrix product (measured, forward + backward)."""
 
-_BLOCK = 384
+_BLOCK = 128
 """Queries of one block of attention in the fast forward."""
 
 _SMALL = 256
