@@ -84,7 +84,7 @@ class QuickstartRecipe:
         if self.config.full:
             evaluation["unseen"] = {"taskset": {"name": "tbench2", "path": str(self._folder("unseen"))}}
         return {
-            "run": {"steps": 40 if tiny else 20, "checkpoint_every": 10},
+            "run": {"steps": 40 if tiny else 24, "checkpoint_every": 10},
             "model": {"path": str(model_path(self.config.model, cache_dir())), "dtype": _dtype(tiny)},
             "taskset": {"name": "tbench2", "path": str(self._folder("train"))},
             "agent": {"name": "terminal", "system_prompt": "", "command_timeout": 2.0, "max_output": 200},
