@@ -187,6 +187,35 @@ async def test_a_cancelled_step_stops_at_the_next_micro_batch_and_changes_nothin
     assert (await trainer.step(batch, objective())).metrics["nonfinite"] == 0
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.anyio
+async def test_a_cancelled_step_stops_inside_a_long_micro_batch(start, model_folder, make_batch, objective, family):
+    trainer = await start(model_folder(family, num_hidden_layers=8))
+    before, model, begun, calls = weights_of(trainer), trainer._worker.model, threading.Event(), []
+    slow = model._states
+
+    def states(layout):
+        heed = model.heed
+
+        def count():
+            heed()
+            calls.append(time.monotonic())
+            begun.set()
+            time.sleep(0.1)
+
+        model.heed = count
+        return slow(layout)
+
+    model._states = states
+    step = asyncio.ensure_future(trainer.step(make_batch(), objective()))
+    await asyncio.to_thread(begun.wait, 20)
+    step.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+    assert len(calls) < 8
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.weights())
+
+
 @pytest.mark.anyio
 async def test_the_event_loop_runs_on_while_a_step_is_computed(start, model_folder, make_batch, objective):
     trainer = await start(model_folder())

@@ -7,6 +7,7 @@ K positions, D hidden size, H query heads, V key heads, G = H / V, b queries and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ class _Shape:
     sin: Tensor
     blocks: list[tuple[slice, Tensor, Tensor]]
     recompute: bool
+    heed: Callable[[], None]
 
 
 def fits(module: Any) -> bool:
@@ -47,7 +49,14 @@ def fits(module: Any) -> bool:
     return all(type(part) is torch.nn.Linear and part.bias is None for part in others)
 
 
-def hidden_states(module: Any, token_ids: Tensor, positions: Tensor, blocks: list[Block], recompute: bool) -> Tensor:
+def hidden_states(
+    module: Any,
+    token_ids: Tensor,
+    positions: Tensor,
+    blocks: list[Block],
+    recompute: bool,
+    heed: Callable[[], None],
+) -> Tensor:
     """``[K, D]`` hidden states behind the last norm, with gradient to the module's parameters.
 
     Args:
@@ -56,6 +65,7 @@ def hidden_states(module: Any, token_ids: Tensor, positions: Tensor, blocks: lis
         positions: ``[K]`` int64.
         blocks: consecutive queries and what they see.
         recompute: compute activations again in the backward instead of keeping them.
+        heed: called before every layer, forward and backward; may raise.
     """
     body = module.model
     attention = body.layers[0].self_attn
@@ -75,8 +85,10 @@ def hidden_states(module: Any, token_ids: Tensor, positions: Tensor, blocks: lis
         sin=sin[0, :, None, :half].float(),
         blocks=[_on_device(block, hidden.device) for block in blocks],
         recompute=recompute,
+        heed=heed,
     )
     for layer in body.layers:
+        heed()
         attention, mlp = layer.self_attn, layer.mlp
         hidden = _Layer.apply(
             shape,
@@ -131,6 +143,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.shape.heed()
         x, *rest = ctx.saved_tensors
         weights = rest[: len(rest) - ctx.count]
         kept = rest[len(weights) :] if ctx.count else _forward(ctx.shape, x, weights)[1]

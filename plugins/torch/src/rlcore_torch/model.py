@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ def compute_dtype(wanted: str, hidden_size: int, device: torch.device) -> torch.
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        fast = any(getattr(torch.cpu, test, bool)() for test in tests)
     return torch.bfloat16 if fast and hidden_size >= _SMALL else torch.float32
 
 
@@ -62,6 +63,7 @@ class CausalModel:
         reach: longest row for which that is true, or ``None``: any.
         pair_cost: see :func:`~rlcore_torch.plan.plan`.
         hidden_size: width of the hidden states.
+        heed: called before every layer; what it raises ends the forward or backward.
     """
 
     def __init__(self, path: str | Path | None, device: torch.device, gradient_checkpointing: bool) -> None:
@@ -69,6 +71,7 @@ class CausalModel:
             raise ConfigError("model.path: no model is given; name a folder in Hugging Face format")
         self.path = Path(path)
         self.device = device
+        self.heed: Callable[[], None] = _nothing
         self.module = _load(self.path).to(device)
         _switch_off_dropout(self.module)
         if gradient_checkpointing:
@@ -77,6 +80,8 @@ class CausalModel:
             (enable or self.module.gradient_checkpointing_enable)()
             self.module.train()
         self._body = self.module.get_decoder() if hasattr(self.module, "get_decoder") else self.module.base_model
+        for layer in getattr(self._body, "layers", ()):
+            layer.register_forward_pre_hook(lambda *_: self.heed())
         head = self.module.get_output_embeddings()
         self._head = head if isinstance(head, torch.nn.Linear) and head.bias is None else None
         text = self.module.config.get_text_config()
@@ -137,7 +142,7 @@ class CausalModel:
         positions = torch.from_numpy(layout.positions).to(self.device)
         if self.fast and layout.trie is not None:
             blocks = list(layout.blocks(_BLOCK))
-            return llama.hidden_states(self.module, token_ids[0], positions[0], blocks, self._recompute)
+            return llama.hidden_states(self.module, token_ids[0], positions[0], blocks, self._recompute, self.heed)
         mask = None
         if layout.trie is not None:
             visible = torch.from_numpy(layout.trie.mask()).to(self.device)
@@ -180,6 +185,10 @@ class CausalModel:
 
     def _gathered(self, layout: Layout) -> Tensor:
         return self.logprobs(layout, 1.0)[torch.from_numpy(layout.scores).to(self.device)]
+
+
+def _nothing() -> None:
+    pass
 
 
 def _load(path: Path) -> Any:

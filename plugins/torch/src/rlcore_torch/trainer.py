@@ -28,8 +28,8 @@ class TorchTrainer:
     """Trains any causal Hugging Face model on the CPU or one GPU.
 
     Weights are float32 masters; the forward and backward run in ``dtype``. Everything heavy runs in one thread of its
-    own beside the event loop. A step that is cancelled stops at the next micro-batch and leaves the weights as they
-    were. See :class:`rlcore.protocols.Trainer`.
+    own beside the event loop. A step that is cancelled stops at the next layer and leaves the weights as they were.
+    See :class:`rlcore.protocols.Trainer`.
     """
 
     class Config(BaseModel):

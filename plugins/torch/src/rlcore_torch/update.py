@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import resource
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -45,14 +44,14 @@ class Piece:
 
 
 class Update:
-    """The updates that one batch gives: one per epoch.
+    """The updates that one batch gives: one per epoch. ``heed`` is called between pieces and may raise :class:`Stopped`.
 
     ``old_logprobs`` are the trainer's log-probs before the first update. The forward of that update gives them: they
     cost nothing of their own, unless the correction must see the whole batch before any piece is trained.
     """
 
-    def __init__(self, worker: Worker, batch: Batch, objective: Objective, stop: threading.Event) -> None:
-        self.worker, self.batch, self.objective, self.stop = worker, batch, objective, stop
+    def __init__(self, worker: Worker, batch: Batch, objective: Objective, heed: Callable[[], None]) -> None:
+        self.worker, self.batch, self.objective, self.heed = worker, batch, objective, heed
         self.rows = pack(batch)
         wants_reference = getattr(objective.loss, "needs_ref_logprobs", False)
         self.models = [worker.model, worker.reference] if wants_reference else [worker.model]
@@ -104,7 +103,7 @@ class Update:
         known = self._corrected_together(epoch) if self._needs_all_rows() else None
         loss, denominator = 0.0, 0.0
         for index, piece in enumerate(self.pieces):
-            self._heed()
+            self.heed()
             with self._timed("forward"):
                 logprobs = self._logprobs(piece, with_entropies=self.wants_entropies)
                 if epoch == 0:
@@ -130,7 +129,7 @@ class Update:
             if epoch == 0:
                 self.weights[piece.places] = corrected.weights.detach().float().cpu()
                 self.kept[piece.places] = corrected.mask.cpu()
-        self._heed()
+        self.heed()
         with self._timed("optimizer"):
             return self._apply(loss, denominator)
 
@@ -168,7 +167,7 @@ class Update:
         """``ref_logprobs`` of every piece: the same in all epochs."""
         with self._timed("reference"), torch.no_grad():
             for piece in self.pieces:
-                self._heed()
+                self.heed()
                 scores = reference.logprobs(piece.layout, self.batch.temperature, self.worker.config.logprob_chunk)
                 piece.micro.ref_logprobs = self._by_token(scores, piece)
 
@@ -186,7 +185,7 @@ class Update:
             current = torch.full_like(self.old, math.nan)
             with self._timed("forward"), torch.no_grad():
                 for piece in self.pieces:
-                    self._heed()
+                    self.heed()
                     current[piece.places] = _masked(self._logprobs(piece), piece).cpu()
         micro = self.rows.map(self._tensor)
         micro.old_logprobs = self._tensor(current if epoch == 0 else self.old)
@@ -204,11 +203,6 @@ class Update:
     def _merge(self, metrics: Mapping[str, Stat]) -> None:
         for name, stat in metrics.items():
             self.stats[name] = self.stats[name].merge(stat) if name in self.stats else stat  # type: ignore[arg-type]
-
-    def _heed(self) -> None:
-        if self.stop.is_set():
-            self.worker.optimizer.clear()
-            raise Stopped
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:

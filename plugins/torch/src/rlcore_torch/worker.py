@@ -17,7 +17,7 @@ from rlcore.types import Batch, RunContext
 from rlcore_torch import checkpoint
 from rlcore_torch.adamw import MasterAdamW
 from rlcore_torch.model import CausalModel, compute_dtype
-from rlcore_torch.update import Update
+from rlcore_torch.update import Stopped, Update
 
 if TYPE_CHECKING:
     from rlcore_torch.trainer import TorchTrainer
@@ -68,7 +68,17 @@ class Worker:
         if batch.tokens == 0:
             nothing = [[math.nan] * len(sample.token_ids) for sample in batch.samples]
             return StepResult({"tokens": 0.0, "skipped": 1.0, "nonfinite": 0.0}, nothing)
-        return Update(self, batch, objective, stop).run()
+
+        def heed() -> None:
+            if stop.is_set():
+                raise Stopped
+
+        self.model.heed = heed
+        try:
+            return Update(self, batch, objective, heed).run()
+        except Stopped:
+            self.optimizer.clear()
+            raise
 
     @property
     def reference(self) -> CausalModel:
