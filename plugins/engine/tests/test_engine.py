@@ -101,6 +101,31 @@ async def test_the_next_turn_reuses_what_the_last_one_left(start, reference, fam
     assert second.logprobs == pytest.approx(logprobs_of(reference(family), following, second.out), abs=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [16, 512])
+async def test_siblings_that_share_their_prompt_are_exact_whoever_ends_first(start, reference, until, chunk):
+    model, numbers = reference(), random.Random(7)
+    common = [numbers.randrange(3, 259) for _ in range(40)]
+    family = [[*common, *tail] for tail in ([5] * 9, [5] * 9, [5] * 9, [6, 7], [6, 7], [8], [9, 10, 11])]
+    async with start(chunk_tokens=chunk) as engine:
+        tasks = [
+            asyncio.create_task(
+                engine.generate(
+                    p, max_tokens=6 + 3 * i, sampling=Sampling(seed=i), ignore_stops=True, request_id=f"r{i}"
+                )
+            )
+            for i, p in enumerate([*family, [12, 13]])
+        ]
+        await until(lambda: engine.worker.stats.generated_tokens > 16)
+        assert sum(row.shared is not None for row in engine.worker.model._slots.rows) >= 4
+        await engine.abort("r4")
+        done = await asyncio.gather(*tasks)
+        following = [[*request.tokens, 3] for request in done[:3]]
+        done += await asyncio.gather(*(engine.generate(p, max_tokens=4, ignore_stops=True) for p in following))
+    assert all(request.cached >= len(p) - 2 for request, p in zip(done[-3:], following, strict=True))
+    for request in done:
+        assert request.logprobs == pytest.approx(logprobs_of(model, request.prompt, request.out), abs=1e-4)
+
+
 async def test_long_prompts_are_admitted_in_parts_and_siblings_together(start, monkeypatch):
     monkeypatch.setattr("rlcore_engine.worker.ADMIT_TOKENS", 64)
     many = [prompt for prompt in prompts(4, low=30) for _ in range(3)]

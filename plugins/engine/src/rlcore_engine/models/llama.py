@@ -14,6 +14,7 @@ from rlcore.errors import ConfigError
 from torch import Tensor
 
 from rlcore_engine.models.base import Prefilled, check_weights, limit_context
+from rlcore_engine.models.kv import Slots, Span
 from rlcore_engine.models.linear import Linear
 from rlcore_engine.models.prefixes import PrefixStore, common_prefix
 from rlcore_engine.trie import TokenTrie, build_trie
@@ -25,6 +26,9 @@ __all__ = ["LlamaSide", "read_safetensors", "unsupported"]
 
 _FAMILY = ("llama", "qwen2")
 _ROTARY = ("default", "linear", "llama3")
+
+SHARED_TOKENS = 32
+"""Siblings keep what they have in common once if it is at least so long: shorter ones are faster side by side."""
 
 
 def unsupported(config: Any, folder: Path) -> str | None:
@@ -61,14 +65,17 @@ class _Layer:
 
 @dataclass(slots=True)
 class _Tree:
-    """Prompts that continue the same known tokens: keys and values ``[layers, kv heads, c, D]`` and a trie of the rest."""
+    """Prompts that continue the same known tokens, and a trie of the rest, whose nodes begin at ``first``."""
 
-    keys: Tensor | None
-    values: Tensor | None
-    known: int
+    known: Span | None
     rows: list[int]
     trie: TokenTrie
-    first: int = 0
+    first: int
+
+    @property
+    def start(self) -> int:
+        """Number of known tokens."""
+        return 0 if self.known is None else len(self.known)
 
 
 @dataclass(slots=True)
@@ -83,7 +90,7 @@ class _Segment:
 
 
 class LlamaSide:
-    """See :class:`rlcore_engine.models.base.ModelSide`. Keys and values: ``[layers, slots, kv heads, length, D]``."""
+    """See :class:`rlcore_engine.models.base.ModelSide`."""
 
     def __init__(
         self,
@@ -99,24 +106,26 @@ class LlamaSide:
         self.dtype = dtype
         self.vocab_size: int = config.vocab_size
         self.context_length = limit_context(config, context_length)
-        self.active = 0
         self._chunk = chunk_tokens
         self._eps: float = config.rms_norm_eps
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
         self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self._heads
-        self._groups = self._heads // self._kv_heads
-        self._prefixes: PrefixStore[tuple[Tensor, Tensor]] = PrefixStore(prefix_tokens)
-        self._tokens: list[list[int]] = []
-        self._current: list[bool] = []  # whether a slot's keys and values are of the weights that serve now
+        self._prefixes: PrefixStore[Span] = PrefixStore(prefix_tokens)
         self._allocate(config)
         self._rotate = _rotary_table(config, self.context_length, dtype)
-        shape = (config.num_hidden_layers, 0, self._kv_heads, 0, self._head_dim)
-        self._keys, self._values = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+        self._slots = Slots(
+            config.num_hidden_layers, self._heads, self._kv_heads, self._head_dim, dtype, self.context_length
+        )
         try:
             self.load(read_safetensors(folder))
         except ConfigError as error:
             raise ConfigError(f"model.path = {folder}: {error}") from error
+
+    @property
+    def active(self) -> int:
+        """Slots in use."""
+        return self._slots.active
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -225,28 +234,13 @@ class LlamaSide:
 
     def decode(self, token_ids: Sequence[int]) -> Tensor:
         """One token for every active slot: ``[active, V]`` float32."""
-        count, lengths = self.active, [len(tokens) for tokens in self._tokens]
-        longest = max(lengths) + 1
-        self._reserve(count, longest)
-        at = torch.tensor(lengths)
-        slots = torch.arange(count)
-        table = self._rotate[at]
-        visible = (torch.arange(longest) <= at[:, None])[:, None, None, :] if min(lengths) + 1 < longest else None
+        step, positions = self._slots.begin()
+        table = self._rotate[positions]
         hidden = self._embed[torch.tensor(token_ids)]
-        keys_of, values_of = self._keys[:, :count], self._values[:, :count]
         for index, layer in enumerate(self._layers):
             queries, keys, values = self._project(layer, hidden, table)
-            all_keys, all_values = keys_of[index], values_of[index]
-            all_keys[slots, :, at] = keys
-            all_values[slots, :, at] = values
-            # Queries that share a key head stand side by side as a sequence: no key is copied.
-            grouped = queries.reshape(count, self._kv_heads, self._groups, self._head_dim)
-            attended = F.scaled_dot_product_attention(
-                grouped, all_keys[:, :, :longest], all_values[:, :, :longest], attn_mask=visible
-            )
-            hidden = self._rest(layer, hidden, attended.reshape(count, -1))
-        for tokens, token in zip(self._tokens, token_ids, strict=True):
-            tokens.append(token)
+            hidden = self._rest(layer, hidden, self._slots.attend(step, index, queries, keys, values))
+        self._slots.commit(token_ids)
         return self._logits(hidden)
 
     # --- prefill ------------------------------------------------------------------------------------------------------
@@ -273,13 +267,13 @@ class LlamaSide:
         place = {node: index for index, node in enumerate(wanted.tolist())}
         order = [row for tree in trees for row in tree.rows]
         by_row = dict(zip(order, (place[node] for node in last), strict=True))
-        cached = self._settle(prompts, trees, keys, values)
+        cached = self._settle(prompts, trees, Span(keys, values))
         return Prefilled(logits[[by_row[row] for row in range(len(prompts))]], cached)
 
     def _plant(self, prompts: Sequence[Sequence[int]]) -> list[_Tree]:
         """One tree for each set of known tokens that prompts continue."""
-        sources: list[tuple[list[int], Any]] = [
-            (tokens, slot) for slot, tokens in enumerate(self._tokens) if self._current[slot]
+        sources: list[tuple[list[int], int | Span]] = [
+            (row.tokens, slot) for slot, row in enumerate(self._slots.rows) if row.current
         ]
         sources += [(list(tokens), kept) for tokens, kept in self._prefixes.entries()]
         groups: dict[tuple[int, int], list[int]] = {}
@@ -290,19 +284,18 @@ class LlamaSide:
             )
             groups.setdefault((-source if known else -1, known), []).append(row)
         trees, first = [], 0
-        for (source, known), rows in groups.items():
-            keys, values = self._known(sources[source], known) if known else (None, None)
-            trie = build_trie([list(prompts[row][known:]) for row in rows])
-            trees.append(_Tree(keys, values, known, rows, trie, first))
+        for (source, length), rows in groups.items():
+            known = self._known(*sources[source], length) if length else None
+            trie = build_trie([list(prompts[row][length:]) for row in rows])
+            trees.append(_Tree(known, rows, trie, first))
             first += len(trie)
         return trees
 
-    def _known(self, source: tuple[list[int], Any], length: int) -> tuple[Tensor, Tensor]:
-        tokens, kept = source
-        if isinstance(kept, int):  # a slot, which may move or grow before it is read
-            return self._keys[:, kept, :, :length].clone(), self._values[:, kept, :, :length].clone()
+    def _known(self, tokens: Sequence[int], kept: int | Span, length: int) -> Span:
+        if isinstance(kept, int):
+            return self._slots.span(kept, length)
         self._prefixes.touch(tokens)
-        return kept[0][:, :, :length], kept[1][:, :, :length]
+        return kept.cut(length)
 
     def _chunks(self, trees: list[_Tree]) -> Iterable[list[_Segment]]:
         """Segments of all trees in order, at most ``chunk_tokens`` nodes together."""
@@ -324,7 +317,7 @@ class LlamaSide:
     def _forward(self, segments: list[_Segment], keys: Tensor, values: Tensor) -> Tensor:
         """Hidden states ``[n, hidden]`` of the segments' nodes; writes their keys and values."""
         tokens = torch.cat([torch.from_numpy(s.tree.trie.token_ids[s.start : s.stop]) for s in segments])
-        places = [torch.from_numpy(s.tree.trie.positions[s.start : s.stop]) + s.tree.known for s in segments]
+        places = [torch.from_numpy(s.tree.trie.positions[s.start : s.stop]) + s.tree.start for s in segments]
         table = self._rotate[torch.cat(places)]
         begin = segments[0].tree.first + segments[0].start
         hidden = self._embed[tokens]
@@ -336,9 +329,13 @@ class LlamaSide:
             for segment in segments:
                 size = segment.stop - segment.start
                 at = segment.tree.first + segment.start
+                known = segment.tree.known
                 seen = [
-                    _seen(segment, index, store, known, at, size)
-                    for store, known in ((keys, segment.tree.keys), (values, segment.tree.values))
+                    _seen(segment, store[index], before, at, size)
+                    for store, before in (
+                        (keys, None if known is None else known.keys[index]),
+                        (values, None if known is None else known.values[index]),
+                    )
                 ]
                 asked = queries[at - begin : at - begin + size].transpose(0, 1)[None]
                 attended = F.scaled_dot_product_attention(
@@ -350,87 +347,87 @@ class LlamaSide:
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
-    def _reserve(self, slots: int, length: int) -> None:
-        """Make room, at least doubling what grows, so that the copies stay few."""
-        _, have_slots, _, have_length, _ = self._keys.shape
-        if slots <= have_slots and length <= have_length:
-            return
-        slots = have_slots if slots <= have_slots else max(slots, 2 * have_slots, 4)
-        length = have_length if length <= have_length else min(max(length, 2 * have_length, 256), self.context_length)
-        for name in ("_keys", "_values"):
-            old = getattr(self, name)
-            new = old.new_zeros(old.shape[0], slots, old.shape[2], length, old.shape[4])
-            new[:, : self.active, :, :have_length] = old[:, : self.active]
-            setattr(self, name, new)
-
-    def _settle(
-        self, prompts: Sequence[Sequence[int]], trees: list[_Tree], keys: Tensor, values: Tensor
-    ) -> tuple[int, ...]:
-        """Copy keys and values into a slot for each prompt; the number of known tokens of each."""
-        first = self.active
-        self._reserve(first + len(prompts), max(map(len, prompts)))
+    def _settle(self, prompts: Sequence[Sequence[int]], trees: list[_Tree], fresh: Span) -> tuple[int, ...]:
+        """Give each prompt a slot, in order; the number of tokens that were not computed for it."""
+        spans: dict[int, tuple[Span | None, Span]] = {}
         cached = [0] * len(prompts)
         counted: set[int] = set()
         for tree in trees:
+            shared = _common_spans(tree, fresh)
             for row, nodes in zip(tree.rows, tree.trie.row_nodes, strict=True):
-                slot, length = first + row, len(prompts[row])
-                if tree.keys is not None and tree.values is not None:
-                    self._keys[:, slot, :, : tree.known] = tree.keys
-                    self._values[:, slot, :, : tree.known] = tree.values
-                at = torch.from_numpy(nodes) + tree.first
-                self._keys[:, slot, :, tree.known : length] = keys[:, :, at]
-                self._values[:, slot, :, tree.known : length] = values[:, :, at]
-                fresh = set(at.tolist()) - counted
-                counted |= fresh
-                cached[row] = length - len(fresh)
-        self._tokens += [list(prompt) for prompt in prompts]
-        self._current += [True] * len(prompts)
-        self.active += len(prompts)
+                span, rest = shared.get(row), torch.from_numpy(nodes) + tree.first
+                own = fresh.pick(rest if span is None else rest[len(span) - tree.start :])
+                spans[row] = (span, own if span is not None or tree.known is None else tree.known.then(own))
+                new = set(rest.tolist()) - counted
+                counted |= new
+                cached[row] = len(prompts[row]) - len(new)
+        for row, prompt in enumerate(prompts):
+            self._slots.append(prompt, *spans[row])
         return tuple(cached)
 
     def release(self, slot: int, *, keep: bool, poisoned: bool = False) -> None:
         """Free a slot; the last active one takes its place."""
-        tokens = self._tokens[slot]
+        tokens = self._slots.rows[slot].tokens
         if keep and self._prefixes.worth(tokens):
-            length = len(tokens)
-            kept = (self._keys[:, slot, :, :length].clone(), self._values[:, slot, :, :length].clone())
-            self._prefixes.put(tokens, kept)
-        if poisoned:  # hidden positions weigh 0, and 0 times NaN is NaN for whoever gets the slot next
-            self._keys[:, slot], self._values[:, slot] = 0, 0
-        self.active -= 1
-        last, current = self._tokens.pop(), self._current.pop()
-        if slot < self.active:
-            for store in (self._keys, self._values):
-                moved = store[:, self.active, :, : len(last)]
-                store[:, slot, :, : len(last)] = moved
-            self._tokens[slot], self._current[slot] = last, current
+            self._prefixes.put(tokens, self._slots.span(slot, len(tokens)))
+        self._slots.release(slot, poisoned=poisoned)
 
     def forget(self) -> None:
         """Forget every kept prefix, and share nothing of the slots either."""
         self._prefixes.clear()
-        self._current = [False] * self.active
+        self._slots.outdate()
+
+
+def _common_spans(tree: _Tree, fresh: Span) -> dict[int, Span]:
+    """What rows of a tree have in common, for those where it is worth it: equal prompts, and the beginning of the rest."""
+    by_end: dict[int, list[int]] = {}
+    for n, nodes in enumerate(tree.trie.row_nodes):
+        by_end.setdefault(int(nodes[-1]), []).append(n)
+    equal = [rows for rows in by_end.values() if len(rows) > 1]
+    single = [rows[0] for rows in by_end.values() if len(rows) == 1]
+    found: dict[int, Span] = {}
+    for rows in [*equal, single]:
+        paths = [tree.trie.row_nodes[n] for n in rows]
+        depth = _common_depth(paths)
+        if len(rows) < 2 or tree.start + depth < SHARED_TOKENS:
+            continue
+        span = fresh.pick(torch.from_numpy(paths[0][:depth]) + tree.first)
+        span = span if tree.known is None else tree.known.then(span)
+        found |= dict.fromkeys((tree.rows[n] for n in rows), span)
+    return found
+
+
+def _common_depth(paths: Sequence[Any]) -> int:
+    """Number of leading nodes that all paths have."""
+    depth = min(map(len, paths), default=0)
+    for path in paths[1:]:
+        different = (path[:depth] != paths[0][:depth]).nonzero()[0]
+        depth = int(different[0]) if len(different) else depth
+    return depth
 
 
 def _segment(tree: _Tree, start: int, stop: int) -> _Segment:
     path: np.ndarray = tree.trie.path(start)
     chain = (
-        not tree.known and start == 0 and bool((tree.trie.parents[:stop] == torch.arange(-1, stop - 1).numpy()).all())
+        tree.known is None
+        and start == 0
+        and bool((tree.trie.parents[:stop] == torch.arange(-1, stop - 1).numpy()).all())
     )
     if chain:
         return _Segment(tree, start, stop, torch.from_numpy(path), None)
     import numpy as np
 
     visible = torch.from_numpy(tree.trie.mask(start, stop, np.concatenate([path, np.arange(start, stop)])))
-    known = torch.ones(stop - start, tree.known, dtype=torch.bool)
+    known = torch.ones(stop - start, tree.start, dtype=torch.bool)
     return _Segment(tree, start, stop, torch.from_numpy(path), torch.cat([known, visible], 1))
 
 
-def _seen(segment: _Segment, layer: int, store: Tensor, known: Tensor | None, at: int, size: int) -> Tensor:
-    """What a segment attends to in one layer, ``[1, kv heads, c + path + size, D]``."""
-    parts = [] if known is None else [known[layer]]
+def _seen(segment: _Segment, store: Tensor, known: Tensor | None, at: int, size: int) -> Tensor:
+    """What a segment attends to in one layer, ``[1, kv heads, known + path + size, D]``."""
+    parts = [] if known is None else [known]
     if len(segment.path):
-        parts.append(store[layer][:, segment.path + segment.tree.first])
-    parts.append(store[layer, :, at : at + size])
+        parts.append(store[:, segment.path + segment.tree.first])
+    parts.append(store[:, at : at + size])
     return (torch.cat(parts, 1) if len(parts) > 1 else parts[0])[None]
 
 
