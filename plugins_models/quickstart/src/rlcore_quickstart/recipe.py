@@ -87,7 +87,7 @@ class QuickstartRecipe:
             "run": {"steps": 40 if tiny else 24, "checkpoint_every": 10},
             "model": {"path": str(model_path(self.config.model, cache_dir())), "dtype": _dtype(tiny)},
             "taskset": {"name": "tbench2", "path": str(self._folder("train"))},
-            "agent": {"name": "terminal", "system_prompt": "", "command_timeout": 2.0, "max_output": 200},
+            "agent": {"name": "terminal", "system_prompt": "", "command_timeout": 5.0, "max_output": 200},
             "grader": {"name": "tbench2"},
             "sandbox": {"name": "local", "memory_mb": 256, "disk_mb": 16},
             "policy": {"name": "embedded"},
@@ -102,7 +102,7 @@ class QuickstartRecipe:
                 "tokens_per_turn": 40 if tiny else 20,
                 "tokens_per_session": 512,
                 "turns": 2,
-                "seconds": 60.0,
+                "seconds": 120.0,
             },
             "eval": evaluation,
         }
