@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FOREIGN = ("noting-sandbox", "root-tis", "soft-clip", "vowels-env")
+FOREIGN = ("busybox-jail", "noting-sandbox", "root-tis", "soft-clip", "vowels-env")
 
 collect_ignore_glob = ["*/tests/*"]  # they run where the distributions are installed
 

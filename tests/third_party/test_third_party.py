@@ -12,6 +12,7 @@ from rlcore_quickstart import tiny_model_path
 
 HERE = Path(__file__).parent
 OFFERS = {
+    "jail": ("busybox-jail", "1.1.0", {("sandbox", "jail")}),
     "vowels": ("vowels-env", "0.3.0", {("taskset", "vowels"), ("agent", "vowels")}),
     "noting": ("noting-sandbox", "2.0.1", {("sandbox", "noting")}),
     "root-tis": ("root-tis", "1.4.0", {("correction", "root_tis")}),
@@ -31,7 +32,7 @@ def test_they_are_found_and_keep_the_rules(foreign: Any) -> None:
     assert str(foreign.path) not in where[1]
 
 
-@pytest.mark.parametrize("name", ["vowels-env", "root-tis", "soft-clip"])
+@pytest.mark.parametrize("name", ["busybox-jail", "vowels-env", "root-tis", "soft-clip"])
 def test_their_own_tests_pass(foreign: Any, name: str, tmp_path: Path) -> None:
     shutil.copytree(HERE / name / "tests", tmp_path / "tests")
     done = foreign.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", cwd=tmp_path)

@@ -1,0 +1,1 @@
+"""A foreign sandbox backend for rlcore."""
