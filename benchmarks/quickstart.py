@@ -99,7 +99,7 @@ class Turnstile:
 
     def phase(self, text: str) -> None:
         """Wait where a step begins."""
-        if text.endswith(": rollout") and text.startswith("step 1"):
+        if text == "step 1: rollout":
             say({"ready": True})
             sys.stdin.readline()
 
