@@ -11,7 +11,12 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 pytestmark = pytest.mark.anyio
-QUESTIONS = ["What is the capital of France?", "Write the word hello three times."]
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write the word hello three times.",
+    "Name a colour.",
+    "Tell me a story.",
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,7 @@ async def test_float32_says_what_transformers_says(start, folder, model):
     async with start(folder) as engine:
         done = await answers(engine, Sampling(temperature=0.0), 12)
         assert engine.renderer.decode(done[0].out) == "The capital of France is Paris."
-    for request in done:
+    for request in done[:2]:
         ids = torch.tensor([request.prompt])
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
         assert request.out == expected[0, len(request.prompt) :].tolist()

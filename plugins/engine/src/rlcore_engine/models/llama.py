@@ -113,7 +113,7 @@ class LlamaSide:
         self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self._heads
         self._prefixes: PrefixStore[Span] = PrefixStore(prefix_tokens)
         self._allocate(config)
-        self._rotate = _rotary_table(config, self.context_length, dtype)
+        self._rotate = _rotary_table(config, self.context_length)
         self._slots = Slots(
             config.num_hidden_layers, self._heads, self._kv_heads, self._head_dim, dtype, self.context_length
         )
@@ -135,15 +135,12 @@ class LlamaSide:
         q, kv = self._heads * dim, self._kv_heads * dim
         biased = config.model_type == "qwen2"
 
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(*shape, dtype=self.dtype)
-
         def linear(inputs: int, *sizes: int, biased: bool = False) -> Linear:
             return Linear(sizes, inputs, self.dtype, biased=biased)
 
         self._embed, self._norm, self._head = (
-            empty(self.vocab_size, hidden),
-            empty(hidden),
+            torch.empty(self.vocab_size, hidden, dtype=self.dtype),
+            torch.empty(hidden),
             linear(hidden, self.vocab_size),
         )
         embed, head = "model.embed_tokens.weight", "lm_head.weight"
@@ -155,10 +152,10 @@ class LlamaSide:
         self._layers = []
         for index in range(config.num_hidden_layers):
             layer = _Layer(
-                norm=empty(hidden),
+                norm=torch.empty(hidden),
                 qkv=linear(hidden, q, kv, kv, biased=biased),
                 out=linear(q, hidden),
-                mlp_norm=empty(hidden),
+                mlp_norm=torch.empty(hidden),
                 gate_up=linear(hidden, inner, inner),
                 down=linear(inner, hidden),
             )
@@ -210,6 +207,10 @@ class LlamaSide:
 
     # --- the forward --------------------------------------------------------------------------------------------------
 
+    def _normed(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """In the dtype of the projections. What lies between them stays in float32, as under a trainer's autocast."""
+        return F.rms_norm(hidden, hidden.shape[-1:], weight, self._eps).to(self.dtype)
+
     def _rope(self, heads: Tensor, table: Tensor) -> Tensor:
         """Rotate ``[n, heads, D]`` by rows ``[n, 1, 2 D]`` of the table (cosines, signed sines)."""
         cosine, sine = table.chunk(2, -1)
@@ -217,26 +218,25 @@ class LlamaSide:
 
     def _project(self, layer: _Layer, hidden: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[n, H, D]``, keys and values ``[n, K, D]``."""
-        normed = F.rms_norm(hidden, hidden.shape[-1:], layer.norm, self._eps)
+        normed = self._normed(hidden, layer.norm)
         heads = layer.qkv(normed).view(len(hidden), -1, self._head_dim)
-        rotated = self._rope(heads[:, : self._heads + self._kv_heads], table)
+        rotated = self._rope(heads[:, : self._heads + self._kv_heads].float(), table).to(self.dtype)
         return rotated[:, : self._heads], rotated[:, self._heads :], heads[:, self._heads + self._kv_heads :]
 
     def _rest(self, layer: _Layer, hidden: Tensor, attended: Tensor) -> Tensor:
         hidden = hidden + layer.out(attended)
-        normed = F.rms_norm(hidden, hidden.shape[-1:], layer.mlp_norm, self._eps)
+        normed = self._normed(hidden, layer.mlp_norm)
         gate, up = layer.gate_up(normed).chunk(2, -1)
         return hidden + layer.down(F.silu(gate) * up)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        normed = F.rms_norm(hidden, hidden.shape[-1:], self._norm, self._eps)
-        return self._head(normed).float()
+        return self._head(self._normed(hidden, self._norm)).float()
 
     def decode(self, token_ids: Sequence[int]) -> Tensor:
         """One token for every active slot: ``[active, V]`` float32."""
         step, positions = self._slots.begin()
         table = self._rotate[positions]
-        hidden = self._embed[torch.tensor(token_ids)]
+        hidden = self._embed[torch.tensor(token_ids)].float()
         for index, layer in enumerate(self._layers):
             queries, keys, values = self._project(layer, hidden, table)
             hidden = self._rest(layer, hidden, self._slots.attend(step, index, queries, keys, values))
@@ -253,7 +253,7 @@ class LlamaSide:
         keys, values = torch.empty(shape, dtype=self.dtype), torch.empty(shape, dtype=self.dtype)
         last = [int(tree.first + tree.trie.row_nodes[n][-1]) for tree in trees for n in range(len(tree.rows))]
         wanted = torch.tensor(sorted(set(last)))
-        hidden = torch.empty(len(wanted), self._embed.shape[1], dtype=self.dtype)
+        hidden = torch.empty(len(wanted), self._embed.shape[1])
         done = 0
         for segments in self._chunks(trees):
             if done:
@@ -320,7 +320,7 @@ class LlamaSide:
         places = [torch.from_numpy(s.tree.trie.positions[s.start : s.stop]) + s.tree.start for s in segments]
         table = self._rotate[torch.cat(places)]
         begin = segments[0].tree.first + segments[0].start
-        hidden = self._embed[tokens]
+        hidden = self._embed[tokens].float()
         for index, layer in enumerate(self._layers):
             queries, new_keys, new_values = self._project(layer, hidden, table)
             keys[index, :, begin : begin + len(hidden)] = new_keys.transpose(0, 1)
@@ -431,7 +431,7 @@ def _seen(segment: _Segment, store: Tensor, known: Tensor | None, at: int, size:
     return (torch.cat(parts, 1) if len(parts) > 1 else parts[0])[None]
 
 
-def _rotary_table(config: Any, length: int, dtype: torch.dtype) -> Tensor:
+def _rotary_table(config: Any, length: int) -> Tensor:
     """``[length, 1, 2 D]``: cosines, and sines with the sign that ``roll`` needs, as transformers computes them."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -439,7 +439,7 @@ def _rotary_table(config: Any, length: int, dtype: torch.dtype) -> Tensor:
     cosine, sine = rotary(torch.empty(1, dtype=torch.float32), torch.arange(length)[None])
     half = sine.shape[-1] // 2
     signed = torch.cat([-sine[0, :, :half], sine[0, :, half:]], -1)
-    return torch.cat([cosine[0], signed], -1).to(dtype)[:, None]
+    return torch.cat([cosine[0], signed], -1)[:, None]
 
 
 def read_safetensors(folder: Path) -> Iterable[tuple[str, Tensor]]:
