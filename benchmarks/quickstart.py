@@ -36,7 +36,7 @@ class Worker:
 
     def __init__(self, command: list[Any], **options: Any) -> None:
         arguments = [str(part) for part in command] + [json.dumps(options)]
-        self.log = tempfile.TemporaryFile("w+")
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
         self.process = subprocess.Popen(
             arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
         )
