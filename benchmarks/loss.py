@@ -1,10 +1,9 @@
 """The log-prob head and the losses on this machine: ``python benchmarks/loss.py [--json]``.
 
 (a) The head, forward and backward in float32 (``--dtype bfloat16`` on a GPU), for the same tensors in one run, one way after
-the other in every round: plain ``log_softmax``, the way TRL computes it (``trl.trainer.utils.selective_log_softmax``, TRL in
+the other in every round, each run in a fresh process: plain ``log_softmax``, the way TRL computes it (``trl.trainer.utils.selective_log_softmax``, TRL in
 an environment of its own), ours, and ours fused with a per-token loss. Time is of this process on its threads (``cpu``,
-which other work on the machine disturbs least) and of the wall; memory is the peak above inputs and gradients, each way in
-a fresh process. (b) Correction and loss for 262,144 tokens in 512 ragged rows, against the head's forward on 4,096 tokens.
+which other work on the machine disturbs least) and of the wall; memory is the peak above inputs and gradients. (b) Correction and loss for 262,144 tokens in 512 ragged rows, against the head's forward on 4,096 tokens.
 (c) Their time per token at a million tokens against 16 thousand. Writes ``results/loss-DEVICE.json``; exit status 1 if a
 target is missed.
 """
@@ -89,40 +88,26 @@ def timed(run: Callable[[], Any], device: str) -> dict[str, float]:
     return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
 
 
-def head_times(hidden: int, vocabulary: int, ways: list[str], options: Any) -> dict[str, Any]:
-    """Every way in every round; the median of the rounds after the first."""
-    given = tensors(options.tokens, hidden, vocabulary, options)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
-    for _ in range(options.rounds + 1):
-        for name in ways:
-            given["hidden"].grad = given["weight"].grad = None
-            loss = way(name)
-            found[name].append(timed(lambda loss=loss: loss(**given).backward(), options.device))
-    return {
-        name: {clock: statistics.median(row[clock] for row in rows[1:]) for clock in ("wall", "cpu")}
-        for name, rows in found.items()
-    }
-
-
-def head_memory(name: str, hidden: int, vocabulary: int, options: Any) -> float:
-    """MiB at the peak of one forward and backward, above what is there before it and the gradients."""
+def head_once(name: str, hidden: int, vocabulary: int, options: Any) -> dict[str, float]:
+    """One forward and backward in this process: seconds, and MiB at the peak above inputs and gradients."""
     import torch
 
-    small = tensors(16, 8, 64, options)
-    way(name)(**small).backward()  # what the first call of an operation loads is nobody's peak
+    run = way(name)
+    run(**tensors(16, 8, 64, options)).backward()  # what the first call of an operation loads is nobody's cost
     given = tensors(options.tokens, hidden, vocabulary, options)
     gradients = sum(given[k].numel() * given[k].element_size() for k in ("hidden", "weight"))
-    if options.device != "cpu":
-        torch.cuda.synchronize()
+    on_gpu = options.device != "cpu"
+    if on_gpu:
+        run(**given).backward()
+        given["hidden"].grad = given["weight"].grad = None
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        way(name)(**given).backward()
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before - gradients) / 2**20
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
-    way(name)(**given).backward()
-    return (status("VmHWM") - before - gradients / 1024) / 1024
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = 1024 * status("VmRSS")
+    seconds = timed(lambda: run(**given).backward(), options.device)
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 1024 * status("VmHWM")
+    return {**seconds, "mib": (peak - before - gradients) / 2**20}
 
 
 def status(key: str) -> int:
@@ -191,25 +176,34 @@ def inside(options: Any) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(options.threads)
-    if options.memory_of:
-        name, hidden, vocabulary = options.memory_of
-        return {"mib": head_memory(name, int(hidden), int(vocabulary), options)}
+    if options.once:
+        name, hidden, vocabulary = options.once
+        return head_once(name, int(hidden), int(vocabulary), options)
     ways = [name for name in WAYS if name != "trl" or not options.no_trl]
     clock = "cpu" if options.device == "cpu" else "wall"
-    report: dict[str, Any] = {"machine": machine(options), "tokens": options.tokens, "dtype": options.dtype, "head": []}
+    report: dict[str, Any] = {
+        "machine": machine(options),
+        "tokens": options.tokens,
+        "dtype": options.dtype,
+        "rounds": options.rounds,
+        "head": [],
+    }
     for hidden, vocabulary in SIZES:
         if options.only and vocabulary not in options.only:
             continue
-        times = head_times(hidden, vocabulary, ways, options)
-        memory = {name: again(["--memory-of", name, str(hidden), str(vocabulary)], options)["mib"] for name in ways}
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+        for _ in range(options.rounds):
+            for name in ways:
+                runs[name].append(again(["--once", name, str(hidden), str(vocabulary)], options))
+                print(hidden, vocabulary, name, runs[name][-1], file=sys.stderr, flush=True)
+        middle = {n: {k: statistics.median(run[k] for run in of) for k in of[0]} for n, of in runs.items()}
         report["head"].append(
             {
                 "hidden": hidden,
                 "vocabulary": vocabulary,
-                "seconds": times,
-                "mib": memory,
-                "time_over_plain": {name: times[name][clock] / times["plain"][clock] for name in ways},
-                "memory_over_plain": {name: memory[name] / memory["plain"] for name in ways},
+                "measured": middle,
+                "time_over_plain": {name: middle[name][clock] / middle["plain"][clock] for name in ways},
+                "memory_over_plain": {name: middle[name]["mib"] / middle["plain"]["mib"] for name in ways},
             }
         )
     forward, objective = head_forward(options), objective_time(262_144, 512, options)
@@ -272,10 +266,10 @@ def text(report: dict[str, Any]) -> str:
     lines = [f"{report['machine']}", f"{report['tokens']} tokens, {report['dtype']}, forward and backward"]
     for row in report["head"]:
         lines.append(f"hidden {row['hidden']}, V = {row['vocabulary']:,}")
-        for name, seconds in row["seconds"].items():
+        for name, found in row["measured"].items():
             lines.append(
-                f"  {name:<6} cpu {seconds['cpu']:7.2f} s  wall {seconds['wall']:7.2f} s  {row['time_over_plain'][name]:5.2f} of plain"
-                f"   peak {row['mib'][name]:8.0f} MiB  {row['memory_over_plain'][name]:6.3f} of plain"
+                f"  {name:<6} cpu {found['cpu']:7.2f} s  wall {found['wall']:7.2f} s  {row['time_over_plain'][name]:5.2f} of plain"
+                f"   peak {found['mib']:8.0f} MiB  {row['memory_over_plain'][name]:6.3f} of plain"
             )
     part, growth = report["objective"], report["growth"]
     lines.append(
@@ -299,7 +293,7 @@ def main() -> int:
     parser.add_argument("--no-trl", action="store_true", help="without TRL and its environment")
     parser.add_argument("--trl", metavar="PYTHON", help="interpreter that has TRL and this environment's packages")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--once", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
         print(json.dumps(inside(options)))

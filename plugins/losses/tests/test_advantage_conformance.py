@@ -291,7 +291,7 @@ def test_too_few_survivors_leave_the_group_out(group_of):
 def test_maxrl_refuses_negative_rewards_and_gae_missing_values(group_of):
     with pytest.raises(RlcoreError, match="must not be negative"):
         MaxRL(MaxRL.Config())([group_of([-1, 1], "g0")])
-    with pytest.raises(RlcoreError, match=r"needs info\['values'\\]"):
+    with pytest.raises(RlcoreError, match=r"needs info\['values'\]"):
         GAE(GAE.Config())([group_of([0, 1], "g0")])
 
 

@@ -91,3 +91,37 @@ def test_every_offered_piece_runs_through_the_kit_of_its_kind():
         hook(lambda name, target, offered=offered: offered.add(target.partition(":")[2]))
         seen = set(re.findall(rf"^    {attribute} = (\w+)$", (here / module).read_text(), re.MULTILINE))
         assert offered <= seen, f"no conformance class for {sorted(offered - seen)}"
+
+
+@pytest.mark.parametrize("loss", [PPOClip, CISPO, SAPO, DPPOTV, Reinforce, GSPO])
+def test_a_long_batch_taken_in_parts_gives_the_same(batch_of, loss, monkeypatch):
+    generator = torch.Generator().manual_seed(1)
+    rows = [70, 1, 0, 90, 40]
+    count = sum(rows)
+
+    def draw(shift=-3.0):
+        return [(torch.randn(n, generator=generator) + shift).tolist() for n in rows]
+
+    def run():
+        logprobs = current.clone().requires_grad_()
+        batch.entropies = entropies.clone().requires_grad_()
+        corrected = build(IcePop)(batch.old_logprobs, batch)
+        token_weights, _ = build(SequenceMeanTokenMean)(corrected.counted, batch)
+        output = build(loss, kl_coef=0.1, entropy_coef=0.1)(logprobs, batch, corrected, token_weights)
+        (2 * output.loss).backward()
+        metrics = {k: s.value() for k, s in {**corrected.metrics, **output.metrics}.items()}
+        return output.loss.item(), logprobs.grad, batch.entropies.grad, corrected, metrics
+
+    batch = batch_of(draw(), old=draw(), mask=[[x > -1 for x in row] for row in draw(0.0)])
+    batch.advantages = torch.randn(count, generator=generator)
+    batch.ref_logprobs = torch.randn(count, generator=generator) - 3
+    batch.rollout_logprobs[~batch.mask] = float("nan")
+    current, entropies = (torch.randn(count, generator=generator) - s for s in (3.0, 0.0))
+    whole = run()
+    monkeypatch.setattr("rlcore_losses._packed._BLOCK", 16)
+    parts = run()
+    assert parts[0] == pytest.approx(whole[0], rel=1e-12)
+    for a, b in zip(parts[1:3], whole[1:3], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+    assert all(a.equal(b) for a, b in zip(parts[3][:3], whole[3][:3], strict=True))
+    assert parts[4] == pytest.approx(whole[4], rel=1e-12)

@@ -6,7 +6,8 @@ their digits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlcore.errors import RlcoreError
@@ -41,6 +42,56 @@ def select(values: Tensor, mask: Tensor, otherwise: float = 0.0) -> Tensor:
 def capped_exp(log_ratios: Tensor) -> Tensor:
     """``exp(min(x, 20))``: finite above, exact below (exp(−30) stays 9.4e-14)."""
     return log_ratios.clamp(max=LOG_RATIO_CAP).exp()
+
+
+# --- parts of a batch, for what goes token by token -------------------------------------------------------------------
+
+_BLOCK = 1 << 15
+"""Tokens whose arrays stay in a core's cache."""
+
+_PER_TOKEN = (
+    "token_ids",
+    "mask",
+    "rollout_logprobs",
+    "advantages",
+    "turn_ids",
+    "versions",
+    "old_logprobs",
+    "ref_logprobs",
+    "entropies",
+)
+
+
+def blocks(batch: MicroBatch) -> list[slice]:
+    """Parts of a long batch that a core can hold in its cache; one part of a short one, or on an accelerator."""
+    total = batch.mask.numel()
+    step = total if batch.mask.is_cuda or total <= 2 * _BLOCK else _BLOCK
+    return [slice(start, min(start + step, total)) for start in range(0, total, max(step, 1))] or [slice(0, 0)]
+
+
+def part_of(batch: MicroBatch, part: slice) -> MicroBatch:
+    """These positions as one row: for what looks at every token alone."""
+    arrays = {name: value[part] for name in _PER_TOKEN if (value := getattr(batch, name)) is not None}
+    return replace(
+        batch,
+        **arrays,
+        cu_seqlens=batch.cu_seqlens.new_tensor([0, arrays["mask"].numel()]),
+        row_groups=batch.row_groups[:1],
+        row_trajectories=batch.row_trajectories[:1],
+    )
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """The parts, one behind the other."""
+    import torch
+
+    return torch.cat(parts)
+
+
+def merge_into(metrics: dict[str, Stat], other: Mapping[str, Stat]) -> None:
+    """Merge the measurements of a part."""
+    for name, stat in other.items():
+        metrics[name] = metrics[name].merge(stat) if name in metrics else stat  # type: ignore[arg-type]
 
 
 # --- rows, turns, groups ----------------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_serializer, model_validator
 from rlcore.errors import RlcoreError
+from rlcore.plugins import Plugins, load_plugins
 from rlcore.protocols import Corrected
 from rlcore.types import MicroBatch
 
@@ -19,6 +21,12 @@ __all__ = ["Chain", "Step"]
 Tensor = Any
 
 _UNITS = ("token", "row", "group", "batch")
+
+
+@cache
+def _plugins() -> Plugins:
+    """The plugins of this process, for a chain that is built without a configuration."""
+    return load_plugins(warn=lambda line: None)
 
 
 class Step(BaseModel):
@@ -36,12 +44,7 @@ class Step(BaseModel):
         given = {"name": value} if isinstance(value, str) else dict(value)
         if not isinstance(name := given.pop("name", None), str):
             raise ValueError("every step of a chain has a name, as in {name = 'veto'}")
-        plugins = (info.context or {}).get("plugins")
-        if plugins is None:
-            from rlcore.plugins import load_plugins
-
-            plugins = load_plugins(warn=lambda line: None)
-        target = plugins.load("correction", name)
+        target = ((info.context or {}).get("plugins") or _plugins()).load("correction", name)
         try:
             options = target.Config.model_validate(given, context=info.context)
         except ValidationError as error:

@@ -87,8 +87,20 @@ class PackedCorrection:
             rollout_logprobs=batch.rollout_logprobs,
             advantages=batch.advantages,
         )
+        remaining = batch.mask if remaining is None else remaining & batch.mask
+        parts = packed.blocks(batch) if self.unit == "token" else [slice(0, batch.mask.numel())]
+        if len(parts) == 1:
+            return self._corrected(trainer_logprobs, batch, remaining)
+        found = [self._corrected(trainer_logprobs[p], packed.part_of(batch, p), remaining[p]) for p in parts]
+        metrics: dict[str, Any] = {}
+        for one in found:
+            packed.merge_into(metrics, one.metrics)
+        weights, mask, counted = (packed.joined([one[i] for one in found]) for i in range(3))
+        return Corrected(weights, mask, counted, metrics)
+
+    def _corrected(self, trainer_logprobs: Tensor, batch: MicroBatch, remaining: Tensor) -> Corrected:
         gap = Gap(trainer_logprobs, batch)
-        weights, keep, metrics = self.decide(gap, batch.mask if remaining is None else remaining & batch.mask)
+        weights, keep, metrics = self.decide(gap, remaining)
         weights = gap.delta.new_ones(gap.delta.shape) if weights is None else weights
         mask = counted = batch.mask
         if keep is not None:

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from rlcore.errors import RlcoreError
 from rlcore.protocols import Corrected, Loss, LossOutput
 from rlcore.types import MicroBatch, Stat
 
+from rlcore_losses import _packed as packed
 from rlcore_losses.logprob_head import VocabShard, fused_loss
 
 __all__ = ["can_fuse", "fused_objective"]
 
 Tensor = torch.Tensor
-
-_PER_TOKEN = (
-    "token_ids",
-    "mask",
-    "rollout_logprobs",
-    "advantages",
-    "turn_ids",
-    "versions",
-    "old_logprobs",
-    "ref_logprobs",
-)
 
 
 def can_fuse(loss: Loss) -> bool:
@@ -58,20 +46,9 @@ def fused_objective(
     metrics: dict[str, Stat] = {}
 
     def loss_of(logprobs: Tensor, part: slice) -> Tensor:
-        arrays = {name: value[part] for name in _PER_TOKEN if (value := getattr(batch, name)) is not None}
-        bounds = batch.cu_seqlens.new_tensor([0, logprobs.numel()])
-        piece = replace(
-            batch,
-            **arrays,
-            cu_seqlens=bounds,
-            row_groups=batch.row_groups[:1],
-            row_trajectories=batch.row_trajectories[:1],
-            entropies=None,
-        )
         decided = Corrected(corrected.weights[part], corrected.mask[part], corrected.counted[part], {})
-        output = loss(logprobs, piece, decided, token_weights[part])
-        for name, stat in output.metrics.items():
-            metrics[name] = metrics[name].merge(stat) if name in metrics else stat  # type: ignore[arg-type]
+        output = loss(logprobs, packed.part_of(batch, part), decided, token_weights[part])
+        packed.merge_into(metrics, output.metrics)
         total: Tensor = output.loss
         return total
 

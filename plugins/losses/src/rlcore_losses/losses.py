@@ -8,7 +8,7 @@ tokens that the correction kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -112,6 +112,23 @@ class PolicyLoss:
             mask=corrected.mask,
             token_weights=token_weights,
         )
+        parts = packed.blocks(batch) if self.per_token else [slice(0, batch.mask.numel())]
+        if len(parts) == 1:
+            return self._weighed(logprobs, batch, corrected, token_weights)
+        from rlcore_losses._blocks import summed
+
+        metrics: dict[str, Stat] = {}
+
+        def term(inside: Tensor, entropies: Tensor | None, part: slice) -> Tensor:
+            piece = replace(packed.part_of(batch, part), entropies=entropies)
+            decided = Corrected(corrected.weights[part], corrected.mask[part], corrected.counted[part], {})
+            output = self._weighed(inside, piece, decided, token_weights[part])
+            packed.merge_into(metrics, output.metrics)
+            return output.loss
+
+        return LossOutput(summed(term, logprobs, batch.entropies, parts), metrics)
+
+    def _weighed(self, logprobs: Tensor, batch: MicroBatch, corrected: Corrected, token_weights: Tensor) -> LossOutput:
         mask = corrected.mask
         tokens = Tokens(
             packed.select(logprobs, mask),
