@@ -208,7 +208,8 @@ class _Merged:
             for key in values.keys() - keys(model):
                 self._note((*section, key), f"unknown key{nearest(key, keys(model))}")
         try:
-            return model.model_validate_json(json.dumps(values, default=str), strict=True)
+            text = json.dumps(values, default=str)
+            return model.model_validate_json(text, strict=True, context={"plugins": self.plugins})
         except ValidationError as error:
             for detail in error.errors(include_url=False):
                 inside, holder = place(detail["loc"], values, model)

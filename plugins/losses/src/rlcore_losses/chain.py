@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from functools import cache
 from typing import Any, Literal
@@ -46,7 +47,7 @@ class Step(BaseModel):
             raise ValueError("every step of a chain has a name, as in {name = 'veto'}")
         target = ((info.context or {}).get("plugins") or _plugins()).load("correction", name)
         try:
-            options = target.Config.model_validate(given, context=info.context)
+            options = target.Config.model_validate_json(json.dumps(given), strict=True, context=info.context)
         except ValidationError as error:
             found = "; ".join(
                 f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}".lstrip(": ")
