@@ -1,6 +1,7 @@
 """``rlcore losses`` as it is typed, its page, and combinations that are refused."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,12 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 from rlcore.errors import ConfigError
+from rlcore_losses.aggregations import TokenMean
 from rlcore_losses.chain import Chain
 from rlcore_losses.compatibility import check
 from rlcore_losses.corrections import NoCorrection, TokenTIS
 from rlcore_losses.decoupled import Decoupled
 from rlcore_losses.document import own_entries, render
 from rlcore_losses.losses import CrossEntropy, PPOClip
+from rlcore_losses.probe import probe
 from rlcore_losses.rejections import Veto
 
 
@@ -134,3 +137,55 @@ def test_a_gap_that_is_corrected_twice_is_refused():
                 check(run_config(correction, loss))
         check(run_config((Veto, {}), loss))
         check(run_config((NoCorrection, {}), loss, max_age=3))
+
+
+# --- foreign pieces ---------------------------------------------------------------------------------------------------
+
+
+class LongWeights(NoCorrection):
+    def __call__(self, trainer_logprobs, batch):
+        corrected = super().__call__(trainer_logprobs, batch)
+        return corrected._replace(weights=corrected.weights.new_ones(batch.mask.numel() + 1))
+
+
+class TermsAreNotSummed(PPOClip):
+    def __call__(self, logprobs, batch, corrected, token_weights):
+        output = super().__call__(logprobs, batch, corrected, token_weights)
+        return output._replace(loss=logprobs * 1)
+
+
+class ReadsMasked(PPOClip):
+    def __call__(self, logprobs, batch, corrected, token_weights):
+        output = super().__call__(logprobs, batch, corrected, token_weights)
+        return output._replace(loss=(logprobs - batch.rollout_logprobs).sum())
+
+
+class Raises(PPOClip):
+    def __call__(self, logprobs, batch, corrected, token_weights):
+        raise IndexError("position 7 of 5")
+
+
+@pytest.mark.parametrize(
+    ("correction", "loss", "kind", "message"),
+    [
+        (NoCorrection, PPOClip, None, None),
+        (LongWeights, PPOClip, "correction", r"weights is \[6\] torch.float32, not \[5\]"),
+        (NoCorrection, TermsAreNotSummed, "loss", r"the loss is \[5\], not one number"),
+        (NoCorrection, ReadsMasked, "loss", "not finite"),
+        (NoCorrection, Raises, "loss", "IndexError: position 7 of 5"),
+    ],
+)
+def test_a_foreign_piece_that_does_not_fit_is_found_before_the_run(correction, loss, kind, message):
+    found = list(probe(correction(correction.Config()), loss(loss.Config()), TokenMean(TokenMean.Config())))
+    assert [k for k, _ in found] == ([kind] if kind else [])
+    assert all(re.search(message, text) for _, text in found)
+
+
+def test_own_pieces_are_not_probed_and_import_no_torch():
+    code = (
+        "import sys\nfrom types import SimpleNamespace as N\nfrom rlcore_losses.plugin import rlcore_preflight\n"
+        "config = N(correction=N(name='token_tis'), loss=N(name='ppo_clip'), aggregation=N(name='token_mean'))\n"
+        "print(rlcore_preflight(config), 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert result.stdout.split() == ["[]", "False"]

@@ -25,7 +25,7 @@ _UNITS = ("token", "row", "group", "batch")
 
 
 @cache
-def _plugins() -> Plugins:
+def own_plugins() -> Plugins:
     """The plugins of this process, for a chain that is built without a configuration."""
     return load_plugins(warn=lambda line: None)
 
@@ -45,7 +45,7 @@ class Step(BaseModel):
         given = {"name": value} if isinstance(value, str) else dict(value)
         if not isinstance(name := given.pop("name", None), str):
             raise ValueError("every step of a chain has a name, as in {name = 'veto'}")
-        target = ((info.context or {}).get("plugins") or _plugins()).load("correction", name)
+        target = ((info.context or {}).get("plugins") or own_plugins()).load("correction", name)
         try:
             options = target.Config.model_validate_json(json.dumps(given), strict=True, context=info.context)
         except ValidationError as error:

@@ -75,3 +75,11 @@ def rlcore_configure(config):
     from rlcore_losses.compatibility import check
 
     check(config)
+
+
+@hookimpl
+def rlcore_preflight(config):
+    """Foreign pieces whose shapes do not fit."""
+    from rlcore_losses.probe import preflight
+
+    return preflight(config)
