@@ -26,13 +26,14 @@ class Curve:
     y: tuple[float, ...]
 
 
-def curves(kind: str, piece: Any, low: float = -4.0, high: float = 4.0, points: int = 161) -> list[Curve]:
+def curves(kind: str, piece: Any, points: int = 161) -> list[Curve]:
     """Rows of one token over a range of log-ratios; nothing for estimators and aggregations.
 
     A correction gives its weight (0 where it rejects), for both signs of the advantage if they differ; a loss gives
     the factor by which a token's policy gradient is multiplied, for both signs.
     """
-    x = tuple(low + (high - low) * i / (points - 1) for i in range(points))
+    reach = 4.0 if kind == "correction" else 1.5
+    x = tuple(-reach + 2 * reach * i / (points - 1) for i in range(points))
     if kind == "correction":
         found = [Curve(f"weight (advantage {a:+g})", x, _weights(piece, x, a)) for a in (1.0, -1.0)]
         return [Curve("weight", x, found[0].y)] if found[0].y == found[1].y else found

@@ -320,7 +320,7 @@ class DPPOTV(_DPPO):
     Formula: d_t = |exp(logprobs_t) − exp(q_t)|; term_t = 0 if (A_t > 0, r_t > 1, d_t > high) or (A_t < 0, r_t < 1,
         d_t > low), else −sg(min(r_t, ratio_cap)) A_t logprobs_t
     Reads: current and old (or rollout) log-probs and advantages, [T].
-    Source: divergence PPO (2026), binary total variation; verl dppo_tv.
+    Source: "Rethinking the Trust Region in LLM Reinforcement Learning" 2026 (DPPO, binary TV); verl dppo_tv.
     """
 
     name = "dppo_tv"
@@ -335,7 +335,7 @@ class DPPOKL(_DPPO):
 
     Formula: as dppo_tv with d_t = q log(q/p) + (1 − q) log((1 − q)/(1 − p)), p = exp(logprobs_t), q = exp(q_t)
     Reads: current and old (or rollout) log-probs and advantages, [T].
-    Source: divergence PPO (2026), binary KL; verl dppo_kl.
+    Source: "Rethinking the Trust Region in LLM Reinforcement Learning" 2026 (DPPO, binary KL); verl dppo_kl.
     """
 
     name = "dppo_kl"
