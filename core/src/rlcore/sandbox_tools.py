@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import socket
 import stat
@@ -26,6 +27,7 @@ __all__ = [
     "pack_folder",
     "process_start",
     "shares",
+    "speaks_of_quota",
     "unpack_folder",
 ]
 
@@ -135,6 +137,22 @@ def process_start(pid: int) -> int | None:
     except PermissionError:
         pass
     return 0
+
+
+def speaks_of_quota(text: str) -> bool:
+    """Whether a provider's refusal means: later, when something is freed. The wordings are those seen in the wild.
+
+    A bound on one sandbox ("cpu must be between 1 and 4") is a wrong configuration and not meant.
+    """
+    return _QUOTA.search(text) is not None and _BOUND.search(text) is None
+
+
+_QUOTA = re.compile(
+    r"limit (has been )?(exceeded|reached)|quota|too many|rate.?limit|throttl|capacity|maximum allowed|exhausted|"
+    r"no available (runner|worker|host)|insufficient|try again later|in use: .* of",
+    re.IGNORECASE,
+)
+_BOUND = re.compile(r"must be (between|at (least|most)|less|greater|lower|a )|per sandbox", re.IGNORECASE)
 
 
 def pack_folder(source: Path, out: IO[bytes], *, owner: tuple[int, int] = (0, 0)) -> None:

@@ -23,7 +23,8 @@ import posixpath
 import secrets
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -39,7 +40,7 @@ FIRST_WAIT = 8.0
 ANSWER_SECONDS = 30.0
 """Seconds that a call may take beyond what it waits for."""
 RETRIES = 3
-LONGEST_SCRIPT = 60_000
+LONGEST_SCRIPT = 16_000
 """Longer commands go through a file."""
 
 
@@ -92,6 +93,7 @@ class ShellSandbox:
         self._max_download = max_download
         self._uid, self._name, self._shell = 0, "root", "sh"
         self._setpriv = False
+        self._answered: deque[str] = deque(maxlen=8)
         self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> ShellSandbox:
@@ -152,7 +154,9 @@ class ShellSandbox:
             await self._again(lambda: self._carrier.put(path, io.BytesIO(command.encode("utf-8", "surrogateescape"))))
             argv[-2:] = [path]
         cwd = posixpath.join(self._workdir, cwd or "")
-        launch = _launch(ident, argv, cwd=cwd, env=variables, timeout=timeout, limit=max_output)
+        launch = _clear(self._answered) + _launch(
+            ident, argv, cwd=cwd, env=variables, timeout=timeout, limit=max_output
+        )
         ask = _ask(ident, head=head, tail=tail, limit=max_output)
         begun = time.monotonic()
         try:
@@ -163,6 +167,8 @@ class ShellSandbox:
         if answer is None:  # the watchdog was killed, or the machine was too busy: end it from outside
             await self._told(_kill(ident))
             answer = await self._answer("", ask, 2.0) or {"rc": "-1 1", "o": "0", "e": "0"}
+        # not in the call that brings the answer: that one may have to be repeated
+        self._answered.append(ident)
         return _result(answer, max_output, time.monotonic() - begun)
 
     async def read_file(self, path: str, *, max_bytes: int = 16 * 1024 * 1024) -> bytes:
@@ -170,18 +176,14 @@ class ShellSandbox:
         _no_nul(path)
         self._check_open()
         path = posixpath.join(self._workdir, path)
+        made = f"{SCRATCH}/{secrets.token_hex(8)}.get"  # carriers see plain names only
         await self._checked(
-            f'p={quoted(path)}; [ -e "$p" ] || exit 41; [ -d "$p" ] && exit 42; [ -f "$p" ] && [ -r "$p" ] || exit 43',
+            f'p={quoted(path)}; [ -e "$p" ] || exit 41; [ -d "$p" ] && exit 42; [ -f "$p" ] && [ -r "$p" ] || exit 43; '
+            f'[ $(wc -c <"$p") -le {max_bytes} ] || exit 46; cat <"$p" >{made} || exit 45',
             path,
         )
         out = io.BytesIO()
-
-        async def get() -> None:
-            out.seek(0)
-            out.truncate()
-            await self._carrier.get(path, out, max_bytes=max_bytes)
-
-        await self._again(get)
+        await self._fetch(made, out, max_bytes)
         return out.getvalue()
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
@@ -225,21 +227,13 @@ class ShellSandbox:
         source = posixpath.join(self._workdir, source)
         made = f"{SCRATCH}/{secrets.token_hex(8)}.tar"
         await self._checked(
-            f's={quoted(source)}; [ -e "$s" ] || exit 41; [ -d "$s" ] || exit 44; tar -c -f {made} -C "$s" . || exit 45',
+            f's={quoted(source)}; [ -e "$s" ] || exit 41; [ -d "$s" ] || exit 44; tar -c -f {made} -C "$s" . || exit 45; '
+            f"[ $(wc -c <{made}) -le {self._max_download} ] || {{ rm -f {made}; exit 46; }}",
             source,
             seconds=300.0,
         )
         with tempfile.SpooledTemporaryFile(max_size=8 * 1024 * 1024) as archive:
-
-            async def get() -> None:
-                archive.seek(0)
-                archive.truncate()
-                await self._carrier.get(made, archive, max_bytes=self._max_download)
-
-            try:
-                await self._again(get)
-            finally:
-                await self._told(f"rm -f {made}")
+            await self._fetch(made, archive, self._max_download)
             archive.seek(0)
             await asyncio.to_thread(unpack_folder, archive, Path(target), max_bytes=self._max_download)
 
@@ -273,6 +267,19 @@ class ShellSandbox:
             if time.monotonic() >= deadline:
                 return None
 
+    async def _fetch(self, made: str, out: IO[bytes], max_bytes: int) -> None:
+        """Get a file that was made for this, and remove it."""
+
+        async def get() -> None:
+            out.seek(0)
+            out.truncate()
+            await self._carrier.get(made, out, max_bytes=max_bytes)
+
+        try:
+            await self._again(get)
+        finally:
+            await self._told(f"rm -f {made}")
+
     async def _checked(self, script: str, path: str, *, seconds: float = 60.0) -> None:
         """Run a script in a subshell and raise the error that its exit code stands for."""
         code = (
@@ -295,6 +302,8 @@ class ShellSandbox:
             45: "was not written",
         }
         number = int(code) if code.isdigit() else 0
+        if number == 46:
+            raise ValueError(f"{path} is larger than allowed")
         if number in errors:
             raise errors[number](number if number == 45 else 0, texts[number], path)
 
@@ -378,7 +387,7 @@ def _launch(ident: str, argv: Sequence[str], *, cwd: str, env: Mapping[str, str]
     exports = "".join(f"export {name}={quoted(value)}; " for name, value in env.items())
     folder = f"{SCRATCH}/{ident}"
     supervisor = (
-        f"d={folder}; {_CLIP}\n"
+        f"d={folder}; echo $$ >$d/pid; {_CLIP}\n"
         f"mkfifo $d/o $d/e; clip $d/o {max(limit, 1)} <$d/o & a=$!; clip $d/e {max(limit, 1)} <$d/e & b=$!\n"
         f"( trap 'kill $z; exit' TERM; sleep {timeout:.3f} & z=$!; wait $z; : >$d/late; {_kill(ident)} ) & w=$!\n"
         f"( cd {quoted(cwd)} || exit 126; {exports}export RLCORE_EXEC={ident}; exec setsid {words} ) >$d/o 2>$d/e & c=$!\n"
@@ -402,10 +411,16 @@ def _ask(ident: str, *, head: int, tail: int, limit: int) -> str:
     parts = "".join(part % {"x": x, "head": head, "tail": tail, "limit": limit} for x in "oe")
     return (
         f"d={SCRATCH}/{ident}; i=0; while ! [ -s $d/rc ] && [ $i -lt $w ]; do "
+        # a supervisor that was killed ("kill -9 -1") writes no end: say it for it
+        "if [ -s $d/pid ] && read q <$d/pid && ! [ -d /proc/$q ]; then [ -s $d/rc ] || echo 137 0 >$d/rc; fi; "
         "if [ $i -lt 20 ]; then sleep 0.02; i=$((i+1)); else sleep 0.2; i=$((i+4)); fi; done\n"
-        f"if [ -s $d/rc ]; then read r <$d/rc; echo rc:$r; {parts}echo done:; "
-        "{ [ -e $d/o.end ] && [ -e $d/e.end ] && rm -rf $d $d.sh; } 2>/dev/null; else echo running:; fi 2>/dev/null"
+        f"if [ -s $d/rc ]; then read r <$d/rc; echo rc:$r; {parts}echo done:; else echo running:; fi 2>/dev/null"
     )
+
+
+def _clear(idents: Iterable[str]) -> str:
+    """Remove what is left of commands whose answer is here and whose outputs nobody holds any more."""
+    return "".join(f"c={SCRATCH}/{ident}; [ -e $c/o.end ] && [ -e $c/e.end ] && rm -rf $c $c.sh; " for ident in idents)
 
 
 def _parsed(text: str) -> dict[str, str] | None:

@@ -5,6 +5,7 @@ Images come from busybox, not from a registry. If the engine cannot start, the t
 """
 
 import contextlib
+import fcntl
 import io
 import os
 import shutil
@@ -18,7 +19,6 @@ from pathlib import Path
 
 import docker
 import pytest
-from filelock import FileLock
 
 BUSYBOX = "rlcore-test-busybox:1"
 
@@ -36,17 +36,24 @@ def docker_host():
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     home = Path(tempfile.gettempdir()) / f"rlcore-dockerd-{run}"
     home.mkdir(exist_ok=True)
-    with FileLock(f"{home}.lock"):
+    with locked(f"{home}.lock"):
         users = home / "users"
         users.mkdir(exist_ok=True)
         if not (home / "docker.pid").exists():
             start(home)
         (users / str(os.getpid())).touch()
     yield f"unix://{home}/docker.sock"
-    with FileLock(f"{home}.lock"):
+    with locked(f"{home}.lock"):
         (users / str(os.getpid())).unlink()
         if not any(users.iterdir()):
             stop(home)
+
+
+@contextlib.contextmanager
+def locked(path: str):
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def start(home: Path) -> None:

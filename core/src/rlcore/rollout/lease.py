@@ -23,7 +23,7 @@ from typing import Any
 from rlcore.errors import InfraError, SandboxLost, Throttled
 from rlcore.protocols import Sandbox, SandboxBackend
 from rlcore.record.jsonl import JsonlWriter, read_jsonl
-from rlcore.sandbox_tools import ownership
+from rlcore.sandbox_tools import ownership, speaks_of_quota
 from rlcore.types import SandboxSpec
 
 __all__ = ["LeaseStats", "SandboxLease", "lifetimes"]
@@ -88,7 +88,7 @@ class _Admission:
         told = re.search(r"cpu limit\D+(\d+)", text, re.IGNORECASE)
         if told and spec.cpus:
             limit = min(limit, int(int(told[1]) / spec.cpus))
-        if limit > 0 and is_quota(text):
+        if limit > 0 and speaks_of_quota(text):
             self.limit = limit if self.limit is None else min(limit, self.limit)
             self._probe_at = time.monotonic() + self._probe_s
 
@@ -334,13 +334,6 @@ class SandboxLease:
         record = {"time": time.time(), "lease": key, "backend": self.backend_name, "run": self.run_id, "state": state}
         record.update((name, value) for name, value in facts.items() if value is not None)
         self._ledger.write(record, flush=True)
-
-
-def is_quota(text: str) -> bool:
-    """Whether a refusal speaks of resources that are used up, which pass only when something is freed."""
-    return (
-        re.search(r"limit (exceeded|reached)|quota|capacity|maximum allowed|exhausted", text, re.IGNORECASE) is not None
-    )
 
 
 def lifetimes(ledger: Path) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Daytona sandboxes for rlcore."""
