@@ -17,7 +17,7 @@ from rlcore.errors import PluginError
 from rlcore.plugins import KINDS, Plugins
 from rlcore.resolve import offered_sections, options_class
 
-__all__ = ["app"]
+__all__ = ["app", "leaves", "origin_of", "toml"]
 
 app = command_group("Show a run's configuration and what can be configured.")
 
@@ -37,12 +37,12 @@ def show(
     resolved = resolve_run(context, recipe, config, sets)
     values = resolved.config.model_dump(mode="json")
     if as_json:
-        origins = {key: _origin(key, resolved.origins) for key, _ in _leaves(values)}
+        origins = {key: origin_of(key, resolved.origins) for key, _ in leaves(values)}
         print(json.dumps({"config": values, "origin": origins} if origin else values, indent=2, ensure_ascii=False))
         return
-    for key, value in _leaves(values):
-        line = f"{key} = {_toml(value)}" if value is not None else f"# {key} is not set"
-        print(f"{line}  # {_origin(key, resolved.origins)}" if origin else line)
+    for key, value in leaves(values):
+        line = f"{key} = {toml(value)}" if value is not None else f"# {key} is not set"
+        print(f"{line}  # {origin_of(key, resolved.origins)}" if origin else line)
 
 
 @app.command("schema", cls=RunCommand)
@@ -122,7 +122,7 @@ def _type(property_: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     return f"{inner.get('type', 'anything')}{limits}"
 
 
-def _origin(key: str, origins: Mapping[str, str]) -> str:
+def origin_of(key: str, origins: Mapping[str, str]) -> str:
     """The source of a key, or of the whole table or list around it."""
     while key:
         if key in origins:
@@ -131,23 +131,25 @@ def _origin(key: str, origins: Mapping[str, str]) -> str:
     return "default"
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value with its dotted key."""
     for name, value in values.items():
         key = prefix + (name if name.replace("-", "_").isidentifier() and name.isascii() else json.dumps(name))
         if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{key}.")
+            yield from leaves(value, f"{key}.")
         else:
             yield key, value
 
 
-def _toml(value: Any) -> str:
+def toml(value: Any) -> str:
+    """A value as TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(toml, value))}]"
     if isinstance(value, dict):
-        inside = ", ".join(f"{key} = {_toml(inner)}" for key, inner in _leaves(value) if inner is not None)
+        inside = ", ".join(f"{key} = {toml(inner)}" for key, inner in leaves(value) if inner is not None)
         return f"{{{inside}}}"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlcore.cli._run_options import ConfigOption, RecipeArgument, SetOption, resolve_run, resolve_saved
+from rlcore.cli._tables import print_table
 from rlcore.errors import ConfigError
 from rlcore.resolve import absent
 from rlcore.types import Problem
@@ -42,6 +43,9 @@ def train(
         Path | None, typer.Option(metavar="RUN", help="Go on with a run directory from its last complete checkpoint.")
     ] = None,
     preflight: Annotated[bool, typer.Option("--preflight", help="Only check whether the run can start.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show every value with its origin, and what would run, node by node.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary (or the problems) as JSON.")] = False,
 ) -> int:
     """Train a model as a recipe says."""
@@ -52,6 +56,11 @@ def train(
         raise ConfigError("--resume takes the run's own recipe and configuration: leave out the recipe and --config")
     else:
         resolved = resolve_saved(context, resume, sets)
+    if dry_run:
+        from rlcore.cli._dry_run import print_dry_run
+
+        print_dry_run(resolved, as_json)
+        return 0
     problems = _problems(plugins, resolved)
     if preflight or any(problem.fatal for problem in problems):
         return _report_problems(problems, as_json)
@@ -74,6 +83,9 @@ def _report_problems(problems: Sequence[Problem], as_json: bool) -> int:
                 [{k: getattr(p, k) for k in ("check", "message", "remedy", "fatal")} for p in problems], indent=2
             )
         )
+    elif problems and sys.stdout.isatty():
+        rows = [["problem" if p.fatal else "warning", p.check, p.message, p.remedy] for p in problems]
+        print_table("preflight", ["", "check", "what is wrong", "what to do"], rows)
     else:
         for p in problems:
             print(f"{'problem' if p.fatal else 'warning'} [{p.check}]: {p.message}\n  what to do: {p.remedy}")
