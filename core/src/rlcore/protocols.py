@@ -48,6 +48,7 @@ __all__ = [
     "Correction",
     "Engine",
     "Episode",
+    "ExplainedRecipe",
     "Grader",
     "Launcher",
     "Loss",
@@ -513,6 +514,15 @@ class Recipe(Protocol):
 
 
 @runtime_checkable
+class ExplainedRecipe(Protocol):
+    """What a recipe may have beside: it says why its values are what they are."""
+
+    def reasons(self) -> Mapping[str, str]:
+        """Why, by dotted key; keys without a reason may be missing."""
+        ...
+
+
+@runtime_checkable
 class PlannedRecipe(Protocol):
     """What a recipe may have beside: it knows what its run needs (``rlcore plan RECIPE``)."""
 
@@ -532,13 +542,13 @@ class ClusterRecipe(Protocol):
 
 @runtime_checkable
 class Launcher(Protocol):
-    """Starts a run somewhere: here, on Slurm, on Ray. Both methods get the recipe's own description, if it has one."""
+    """Starts a run somewhere: here, on Slurm, on Ray. A run of one process is a cluster of one node with a driver."""
 
-    def render(self, run: RunConfig, cluster: Cluster | None) -> str:
+    def render(self, run: RunConfig, cluster: Cluster) -> str:
         """What would be run, as text to read or submit."""
         ...
 
-    def launch(self, run: RunConfig, cluster: Cluster | None) -> int:
+    def launch(self, run: RunConfig, cluster: Cluster) -> int:
         """Run it and return the exit status."""
         ...
 

@@ -249,6 +249,8 @@ def _ports(own: Any, run: RunConfig) -> Iterator[Problem]:
     import socket
 
     for what, port in cluster_of(own, run).ports.items():
+        if what == "ray" and os.environ.get("RAY_ADDRESS"):
+            continue  # a launcher started Ray already
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

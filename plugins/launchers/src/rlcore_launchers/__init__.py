@@ -1,0 +1,1 @@
+"""Launchers of rlcore runs: inline, Slurm, Ray."""
