@@ -8,10 +8,11 @@ from typing import Any
 
 from rlcore.cli.config import leaves, origin_of, toml
 from rlcore.protocols import ClusterRecipe, ExplainedRecipe
+from rlcore.quoting import quoted
 from rlcore.resolve import Resolved
 from rlcore.types import Cluster
 
-__all__ = ["described", "print_dry_run", "quoted"]
+__all__ = ["described", "print_dry_run"]
 
 
 def described(resolved: Resolved) -> dict[str, Any]:
@@ -54,22 +55,6 @@ def print_dry_run(resolved: Resolved, as_json: bool) -> None:
         print(f"\n# {component}")
         for name, value in fields.items():
             print(f"{name} = {json.dumps(value)}")
-
-
-def quoted(words: Sequence[str]) -> str:
-    """A command line for a shell: ``${NAME}`` is filled in, everything else is taken literally."""
-    return " ".join(map(_word, words))
-
-
-def _word(text: str) -> str:
-    if text and all(char.isalnum() or char in "@%+=:,./-_" for char in text):
-        return text
-    if "${" not in text:
-        return "'" + text.replace("'", "'\\''") + "'"
-    for char in '\\"`':
-        text = text.replace(char, "\\" + char)
-    parts = text.split("${")
-    return '"' + "${".join(part.replace("$", "\\$") for part in parts) + '"'
 
 
 def _holds(key: str, reasons: Mapping[str, str], resolved: Resolved) -> bool:

@@ -6,8 +6,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
-
-from rlcore_launchers.shell import quoted
+from rlcore.quoting import quoted
 
 if TYPE_CHECKING:
     from rlcore.config import RunConfig

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 from rlcore.errors import ConfigError
-
-from rlcore_launchers.shell import quoted
+from rlcore.quoting import quoted
 
 if TYPE_CHECKING:
     from rlcore.config import RunConfig

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from rlcore.errors import ConfigError
-
-from rlcore_launchers.shell import quoted, word
+from rlcore.quoting import quoted, word
 
 if TYPE_CHECKING:
     from rlcore.config import RunConfig
@@ -35,7 +34,7 @@ class Slurm:
 
         fabric_prefix: str | None = Field(
             None,
-            min_length=1,
+            pattern=r"^[0-9A-Fa-f.:]+$",
             description="start of each node's address on the fabric; unset: FABRIC_PREFIX of the job",
         )
         image: str | None = Field(None, description="container image of every step (pyxis); unset: no container")

@@ -1,4 +1,4 @@
-"""Words for a shell."""
+"""Command lines as text for a shell."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ def quoted(words: Sequence[str]) -> str:
 def word(text: str) -> str:
     """One word of it."""
     if not _REFERENCE.search(text):
-        return (
-            f"'{text}'" if "," in text and "'" not in text else shlex.quote(text)
-        )  # a linter minds bare commas in lists
+        bare = shlex.quote(text)
+        return f"'{text}'" if bare == text and "," in text else bare  # shellcheck minds bare commas in lists
     parts = [
-        part if _REFERENCE.fullmatch(part) else re.sub(r'([\\"`$!])', r"\\\1", part) for part in _REFERENCE.split(text)
+        part if _REFERENCE.fullmatch(part) else re.sub(r'([\\"`$])', r"\\\1", part) for part in _REFERENCE.split(text)
     ]
     return '"' + "".join(parts) + '"'
