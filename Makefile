@@ -6,14 +6,14 @@ MEMBERS := core $(sort $(dir $(wildcard plugins/*/pyproject.toml plugins_sandbox
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: quickstart test test-full lint system clean
+.PHONY: quickstart test test-full lint system system-test clean
 quickstart: $(STAMP) system
 	$(BIN)/rlcore train quickstart $(ARGS)
 
-test: $(STAMP) system lint
+test: $(STAMP) system-test lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" --cov=rlcore --cov-report=term:skip-covered $(ARGS)
 
-test-full: $(STAMP) system lint
+test-full: $(STAMP) system-test lint
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(STAMP)
@@ -30,6 +30,10 @@ $(STAMP): constraints.txt pyproject.toml $(addsuffix pyproject.toml,$(addsuffix 
 # Packages of the system: bubblewrap for local sandboxes. Installed where root may, named where not.
 system:
 	@sh tools/system-packages.sh
+
+# What the tests need besides: a Docker engine and a static busybox; `make test SKIP_DOCKER=1` does without.
+system-test:
+	@sh tools/system-packages.sh test
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

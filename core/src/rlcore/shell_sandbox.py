@@ -24,15 +24,15 @@ import secrets
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from rlcore.errors import ConfigError, InfraError, SandboxLost
+from rlcore.errors import ConfigError, InfraError, SandboxLost, Throttled
 from rlcore.sandbox_tools import checked_timeout, clipped_text, pack_folder, shares, unpack_folder
 from rlcore.types import ExecResult
 
-__all__ = ["Carrier", "ShellSandbox", "quoted"]
+__all__ = ["Carrier", "Creates", "ShellSandbox", "quoted"]
 
 SCRATCH = "/var/tmp/.rlcore"
 FIRST_WAIT = 8.0
@@ -70,6 +70,67 @@ class Carrier(Protocol):
     async def close(self) -> None:
         """Delete the sandbox; one that is gone is fine."""
         ...
+
+
+class Creates:
+    """Creates of a provider whose answers can be lost: what nobody waits for any more is found by its mark and deleted.
+
+    Args:
+        find: ids of the sandboxes with this mark.
+        delete: deletes one; unknown ids are fine.
+    """
+
+    MARK = "rlcore.create"
+    """Label that carries the mark of one create."""
+    LOOKS = (0.0, 1.0, 3.0)
+    """Seconds between looks: a sandbox may come up after the connection is gone."""
+
+    def __init__(
+        self, find: Callable[[str], Awaitable[Sequence[str]]], delete: Callable[[str], Awaitable[None]]
+    ) -> None:
+        self._find = find
+        self._delete = delete
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def one(self, create: Callable[[str], Coroutine[Any, Any, ShellSandbox]]) -> ShellSandbox:
+        """Run ``create(mark)``. Cancelled, the provider is left to finish and what it made is deleted."""
+        mark = secrets.token_hex(8)
+        task = asyncio.create_task(create(mark))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._later(self._reap(mark, task))
+            raise
+        except Throttled:
+            raise
+        except (InfraError, ConfigError):
+            self._later(self._reap(mark, None))
+            raise
+
+    async def settled(self, seconds: float) -> None:
+        """Wait until nothing is looked for any more."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=seconds)
+
+    async def _reap(self, mark: str, task: asyncio.Task[ShellSandbox] | None) -> None:
+        if task is not None:
+            try:
+                await (await task).close()
+                return
+            except (InfraError, ConfigError):
+                pass
+        for seconds in self.LOOKS:
+            await asyncio.sleep(seconds)
+            try:
+                for sandbox_id in await self._find(mark):
+                    await self._delete(sandbox_id)
+            except (InfraError, ConfigError):
+                continue
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 class ShellSandbox:

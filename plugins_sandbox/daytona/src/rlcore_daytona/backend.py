@@ -6,7 +6,6 @@ import asyncio
 import base64
 import math
 import os
-import secrets
 import tempfile
 import warnings
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -18,16 +17,12 @@ from typing import IO, Any
 from pydantic import BaseModel, ConfigDict, Field
 from rlcore.errors import ConfigError, InfraError, SandboxLost, Throttled
 from rlcore.sandbox_tools import speaks_of_quota
-from rlcore.shell_sandbox import ShellSandbox
+from rlcore.shell_sandbox import Creates, ShellSandbox
 from rlcore.types import Problem, SandboxInfo, SandboxSpec
 
 __all__ = ["DaytonaBackend", "preflight"]
 
-CREATE_LABEL = "rlcore.create"
-"""A label of one create alone: finds the sandbox whose answer was lost on the way."""
 GONE = {"destroyed", "destroying", "archived", "archiving"}
-REAP_SECONDS = (0.0, 1.0, 3.0)
-"""When a create whose answer was lost is looked for: it may come up after the connection is gone."""
 
 
 class DaytonaBackend:
@@ -72,7 +67,7 @@ class DaytonaBackend:
         }
         self._client: Any = None
         self._open: set[ShellSandbox] = set()
-        self._reaping: set[asyncio.Task[None]] = set()
+        self._creates = Creates(self._marked, self.delete)
 
     async def start(self, spec: SandboxSpec) -> ShellSandbox:
         """Create a sandbox and wait until commands can run.
@@ -82,19 +77,12 @@ class DaytonaBackend:
         """
         client = self._connected()
         params = self._params(spec)
-        mark = secrets.token_hex(8)
-        params.labels = {**spec.labels, CREATE_LABEL: mark}
-        task = asyncio.ensure_future(self._create(client, params, spec))
-        try:
-            box = await asyncio.shield(task)
-        except asyncio.CancelledError:
-            self._later(self._reap(mark, task))
-            raise
-        except (InfraError, ConfigError) as error:
-            if not isinstance(error, Throttled):
-                # it may have come up all the same: created and broken, or the answer was lost
-                self._later(self._reap(mark, None))
-            raise
+
+        async def create(mark: str) -> ShellSandbox:
+            params.labels = {**spec.labels, Creates.MARK: mark}
+            return await self._create(client, params, spec)
+
+        box = await self._creates.one(create)
         self._open.add(box)
         return box
 
@@ -124,8 +112,7 @@ class DaytonaBackend:
     async def aclose(self) -> None:
         """Close every sandbox that this backend started, wait for what is being reaped, close the client."""
         await asyncio.gather(*(box.close() for box in list(self._open)))
-        while self._reaping:
-            await asyncio.wait(set(self._reaping), timeout=self.config.create_seconds)
+        await self._creates.settled(self.config.create_seconds + 30)
         if self._client is not None:
             await self._client.close()
             self._client = None
@@ -147,26 +134,8 @@ class DaytonaBackend:
         except SandboxLost as error:
             raise InfraError(f"the sandbox {sandbox.id} was lost while it started: {error}") from None
 
-    async def _reap(self, mark: str, task: asyncio.Future[ShellSandbox] | None) -> None:
-        """Delete what a create brought that nobody waits for."""
-        if task is not None:
-            try:
-                await (await task).close()
-                return
-            except (InfraError, ConfigError):
-                pass
-        for seconds in REAP_SECONDS:
-            await asyncio.sleep(seconds)
-            try:
-                for info in await self.list({CREATE_LABEL: mark}):
-                    await self.delete(info.id)
-            except (InfraError, ConfigError):
-                continue
-
-    def _later(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._reaping.add(task)
-        task.add_done_callback(self._reaping.discard)
+    async def _marked(self, mark: str) -> Sequence[str]:
+        return [info.id for info in await self.list({Creates.MARK: mark})]
 
     def _params(self, spec: SandboxSpec) -> Any:
         from daytona import CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams, Image, Resources

@@ -1,0 +1,1 @@
+"""Modal sandboxes for rlcore."""
