@@ -1,11 +1,15 @@
 """The log-prob head and the losses on this machine: ``python benchmarks/loss.py [--json]``.
 
-(a) The head, forward and backward in float32 (``--dtype bfloat16`` on a GPU), for the same tensors in one run, one way after
-the other in every round, each run in a fresh process: plain ``log_softmax``, the way TRL computes it (``trl.trainer.utils.selective_log_softmax``, TRL in
-an environment of its own), ours, and ours fused with a per-token loss. Time is of this process on its threads (``cpu``,
-which other work on the machine disturbs least) and of the wall; memory is the peak above inputs and gradients. (b) Correction and loss for 262,144 tokens in 512 ragged rows, against the head's forward on 4,096 tokens.
-(c) Their time per token at a million tokens against 16 thousand. Writes ``results/loss-DEVICE.json``; exit status 1 if a
-target is missed.
+(a) The head, forward and backward in float32 (``--dtype bfloat16`` on a GPU), for the same tensors in one run, one way
+after the other in every round, each run in a fresh process: plain ``log_softmax``, the way TRL computes it
+(``trl.trainer.utils.selective_log_softmax``, TRL in an environment of its own), ours, and ours fused with a per-token
+loss. Time is of this process on its threads (``cpu``, which other work on the machine disturbs least) and of the wall;
+memory is the peak above inputs and gradients. (b) Correction and loss for 262,144 tokens in 512 ragged rows, against the
+head's forward on 4,096 tokens. (c) Their time per token at a million tokens against 16 thousand. Writes
+``results/loss-DEVICE.json``; exit status 1 if a target is missed.
+
+No GPU was at hand when this was written: ``results/`` has figures of a CPU alone, and what runs only on a GPU (the
+bfloat16 products with float32 sums) was not measured.
 """
 
 from __future__ import annotations
