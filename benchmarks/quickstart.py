@@ -26,7 +26,7 @@ from side_env import ensure
 HERE = Path(__file__).parent
 
 GROUP, NEW_TOKENS, LEARNING_RATE = 8, 20, 4e-5
-KINDS = ("append", "copy", "count", "touch", "grep", "write")
+KINDS = ("write", "copy", "touch", "upper", "grep")
 """Kinds that one answer solves: TRL's trainer plays a single turn."""
 DECODE_ROWS, DECODE_TOKENS = 16, 64
 
