@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rlcore.plan.report import PlanRequest, make_plan
 from rlcore.plan.serving import Serving, decode_tokens_per_second, kv_cell, kv_tokens_per_rank, serving_problems
 from rlcore.plan.shapes import Shapes
 from rlcore.plan.steps import HEADROOM, Workload, fits, step_time
-from rlcore.plan.suggest import balanced_split, suggest
+from rlcore.plan.suggest import NOISE, balanced_split, suggest
 from rlcore.plan.training import Layout, index_share_starts, problems, stages
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -82,7 +83,8 @@ def test_suggestions_fit_and_every_other_layout_has_its_reason(name: str) -> Non
         assert not list(problems(shapes, candidate.layout, gpu.per_node))
         assert candidate.peak_gib <= gpu.memory_gib * HEADROOM
         assert fits(stages(shapes, candidate.layout), gpu) == candidate.state
-    assert [c.seconds for c in found.fitting] == sorted(c.seconds for c in found.fitting)
+    ranks = [(round(log(c.seconds) / log(1 + NOISE)), c.peak_gib) for c in found.fitting]
+    assert ranks == sorted(ranks), "the fastest first; of equally fast ones, the one with most room"
     assert all(r.count > 0 and r.reason and r.example.startswith("TP ") for r in found.rejected)
     assert len({r.reason for r in found.rejected}) == len(found.rejected)
 

@@ -57,7 +57,7 @@ def test_the_script_is_clean(tmp_path: Path, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "word",
-    ["", "a b", "it's", '"quoted"', "$HOME", "`id`", "$(id)", "a\nb", "!", "*", "\\", "ü", '${HOME} and $x `y` "z"'],
+    ["", "a b", "it's", '"quoted"', "$HOME", "`id`", "$(id)", "a\nb", "!", "*", "\\", "ü", '${HOME}! and $x `y` "z"'],
 )
 def test_words_survive_a_shell(word: str) -> None:
     """Everything is literal but references in braces."""

@@ -70,7 +70,7 @@ def plan(
     else:
         _print(made)
         if found:
-            _print_suggestions(found)
+            _print_suggestions(found, request.layout)
         for problem in made.problems:
             print(f"cannot run: {problem}")
     return 2 if made.problems else 0
@@ -269,13 +269,17 @@ def _print_time(made: Plan) -> None:
     print_table("assumed", ["what", "value"], [list(row) for row in assumptions(made.request.work, made.request.gpu)])
 
 
-def _print_suggestions(found: Suggestions) -> None:
+def _print_suggestions(found: Suggestions, own: Layout) -> None:
     rows = []
     for c in found.fitting[:SHOWN]:
         split = "-".join(map(str, c.layout.split))
         rows.append([say(c.layout), split, c.state, f"{c.peak_gib:.1f}", f"{c.seconds:.1f}"])
     title = f"layouts that fit, best first ({min(SHOWN, len(found.fitting))} of {len(found.fitting)})"
     print_table(title, ["layout", "split", "optimizer state", "fullest rank GiB", "training s"], rows)
+    degrees = (own.tp, own.pp, own.cp, own.ep, own.etp)
+    for place, c in enumerate(found.fitting, 1):
+        if (c.layout.tp, c.layout.pp, c.layout.cp, c.layout.ep, c.layout.etp) == degrees:
+            print(f"  the planned degrees, {say(own)}, are number {place}: {c.seconds:.1f} s with the best split\n")
     refused = [[f"{r.count:,}", r.reason, r.example] for r in found.rejected]
     print_table("layouts that do not work", ["how many", "reason", "for example"], refused)
 

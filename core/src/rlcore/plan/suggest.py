@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from math import log
 
 from rlcore.plan.hardware import Gpu
 from rlcore.plan.serving import GIB
@@ -16,6 +17,8 @@ from rlcore.plan.training import Layout, Stage, index_share_starts, problems, st
 
 __all__ = ["Candidate", "Rejected", "Suggestions", "balanced_split", "suggest"]
 
+NOISE = 0.05
+"""Estimates this close count as equal; then the layout with the most room comes first."""
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -70,7 +73,7 @@ def suggest(shapes: Shapes, base: Layout, gpu: Gpu, work: Workload, gpus_per_nod
         for reason in wrong[:1]:
             count, example = reasons.get(_class_of(reason), (0, f"{say(layout)}: {reason}"))
             reasons[_class_of(reason)] = (count + 1, example)
-    fitting.sort(key=lambda c: (c.seconds, c.peak_gib))
+    fitting.sort(key=lambda c: (round(log(c.seconds) / log(1 + NOISE)), c.peak_gib))
     rejected = [Rejected(reason, count, example) for reason, (count, example) in reasons.items()]
     return Suggestions(tuple(fitting), tuple(sorted(rejected, key=lambda r: -r.count)))
 
