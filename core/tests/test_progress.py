@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-
 from rlcore.cli._progress import _Live, _Plain
 from rlcore.rollout.evaluate import Evaluation
 from rlcore.types import Trajectory

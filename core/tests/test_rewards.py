@@ -35,8 +35,24 @@ def test_numbers_of_every_library_are_taken(value: object, reward: float | None)
 @pytest.mark.fault("PLG-07")
 @pytest.mark.parametrize(
     "value",
-    ["1", {"reward": 1}, (1, {}), [1], b"1", 1j, float("nan"), float("inf"), float("1e400"), 10**400, 10**5000]
-    + [np.float32("nan"), np.array([1.0, 2.0]), torch.tensor(float("nan")), torch.tensor([1.0, 2.0]), object()],
+    [
+        "1",
+        {"reward": 1},
+        (1, {}),
+        [1],
+        b"1",
+        1j,
+        float("nan"),
+        float("inf"),
+        float("1e400"),
+        10**400,
+        10**5000,
+        np.float32("nan"),
+        np.array([1.0, 2.0]),
+        torch.tensor(float("nan")),
+        torch.tensor([1.0, 2.0]),
+        object(),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_anything_else_is_an_error_that_names_plugin_and_task(value: object) -> None:

@@ -55,7 +55,7 @@ def reference(models):
 
 async def _until(condition, seconds=5.0):
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        while not condition():
             await asyncio.sleep(0.002)
 
 

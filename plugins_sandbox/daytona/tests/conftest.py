@@ -246,7 +246,7 @@ def settled():
 
     async def wait(condition, seconds=8.0):
         end = time.monotonic() + seconds
-        while not condition() and time.monotonic() < end:  # noqa: ASYNC110
+        while not condition() and time.monotonic() < end:
             await asyncio.sleep(0.05)
         assert condition()
 

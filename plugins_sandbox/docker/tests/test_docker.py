@@ -177,7 +177,7 @@ asyncio.run(main())
 
 async def test_sigkill_of_the_trainer_and_a_sweep_leave_nothing_of_it(backend, client):
     foreign = await backend.start(SandboxSpec(labels={"launcher": "somebody", "run": "dies"}))
-    trainer = subprocess.Popen([sys.executable, "-c", DYING, BUSYBOX], stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220
+    trainer = subprocess.Popen([sys.executable, "-c", DYING, BUSYBOX], stdout=subprocess.PIPE, text=True)
     assert await asyncio.to_thread(trainer.stdout.readline) == "ready\n"
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()

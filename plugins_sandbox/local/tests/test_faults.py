@@ -1,4 +1,3 @@
-# ruff: noqa: ASYNC220, ASYNC240 - nothing else runs in the loop of a test
 """Faults of real systems, with their own inputs, and attacks from inside."""
 
 import asyncio

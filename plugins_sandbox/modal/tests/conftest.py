@@ -112,7 +112,7 @@ class Provider(ModalClientBase):
     async def SandboxWaitV2(self, stream):
         request = await stream.recv_message()
         end = time.monotonic() + request.timeout
-        while request.sandbox_id in self.boxes and time.monotonic() < end:  # noqa: ASYNC110
+        while request.sandbox_id in self.boxes and time.monotonic() < end:
             await asyncio.sleep(0.05)
         if request.sandbox_id not in self.infos and not request.sandbox_id.startswith("sb-"):
             raise GRPCError(Status.NOT_FOUND, "no such sandbox")

@@ -62,7 +62,9 @@ def _problems_of_set(where: str, options: TaskFolders.Config, hashes: dict[str, 
         message = f"{where}: {len(report.skipped)} tasks cannot run here, such as {path.name}: {reason}"
         yield Problem("tasks", message, remedy, fatal=options.skip == "nothing")
     if not report.folders:
-        yield Problem("tasks", f"{where}: no folder below {taskset.root} is a task that can run (a task has a task.toml)", remedy)
+        yield Problem(
+            "tasks", f"{where}: no folder below {taskset.root} is a task that can run (a task has a task.toml)", remedy
+        )
     hashes.update({content_hash(folder.path): folder.id for folder in report.folders})
 
 

@@ -1,8 +1,8 @@
 """The jail keeps the contract."""
 
 import pytest
-from rlcore.testing import SandboxConformance
 from busybox_jail.backend import JailBackend
+from rlcore.testing import SandboxConformance
 
 
 class TestJail(SandboxConformance):
