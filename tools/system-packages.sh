@@ -4,6 +4,10 @@
 set -eu
 missing=""
 command -v bwrap >/dev/null 2>&1 || missing="$missing bubblewrap"
+if [ "${1:-}" = test ]; then
+    command -v shellcheck >/dev/null 2>&1 || missing="$missing shellcheck"
+    command -v ip >/dev/null 2>&1 || missing="$missing iproute2"
+fi
 if [ "${1:-}" = test ] && [ "${SKIP_DOCKER:-}" != 1 ]; then
     command -v dockerd >/dev/null 2>&1 || missing="$missing docker.io"
     [ -x /bin/busybox ] || missing="$missing busybox-static"

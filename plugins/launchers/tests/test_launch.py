@@ -290,6 +290,16 @@ def pids(slurm: Any) -> list[str]:
     return found
 
 
+def test_a_head_without_ray_ends_the_job_at_once(slurm: Any, fake_ray: Path) -> None:
+    (slurm.bin / "ray").write_text("#!/bin/sh\nexit 9\n")
+    began = time.monotonic()
+    done = slurm.run(script(two_nodes("true"), join_seconds=200), timeout=60)
+    assert done.returncode == 3
+    assert "Ray on the head node n0 ended (status 9) before the driver" in done.stderr
+    assert time.monotonic() - began < 60
+    assert not pids(slurm)
+
+
 @pytest.mark.slow
 def test_a_real_ray_cluster_on_two_nodes_runs_the_driver(slurm: Any, tmp_path: Path) -> None:
     """Ray itself, from its own package, over the wire between two namespaces."""

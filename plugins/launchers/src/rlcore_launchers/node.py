@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -144,8 +145,9 @@ def _ray(options: Sequence[str], args: argparse.Namespace) -> int:
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "FABRIC_IFNAME") if interface else ():
         os.environ.setdefault(name, interface)
     resources = json.dumps({f"node-name:{args.node}": 1})
+    beside = os.path.dirname(sys.executable)  # where pip put it, in an environment that is not on the path
     line = [
-        "ray",
+        shutil.which("ray", path=os.pathsep.join([os.environ.get("PATH", os.defpath), beside])) or "ray",
         "start",
         *options,
         f"--node-ip-address={args.own}",

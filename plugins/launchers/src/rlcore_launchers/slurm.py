@@ -163,6 +163,7 @@ trap 'cleanup; exit 130' INT
         yield (
             f'{at_head} {environment}"${{NODE[@]}}" head --prefix "$FABRIC_PREFIX" --node "$HEAD_NODE" --port "$PORT"{gpus} &'
         )
+        yield "HEAD=$!"
         joining = f'join --prefix "$FABRIC_PREFIX" --port "$PORT"{gpus} --head "$HEAD_IP" --within "$WITHIN"'
         for plan in plans:
             nodes = [node for node in plan.nodes if node]
@@ -183,8 +184,11 @@ trap 'cleanup; exit 130' INT
         yield "status=0"
         yield (
             f'{at_head} {environment}"${{NODE[@]}}" drive --head "$HEAD_IP" --port "$PORT" --within "$WITHIN" '
-            f'--nodes "${{NODES[@]}}" --command "${{DRIVER[@]}}" || status=$?'
+            f'--nodes "${{NODES[@]}}" --command "${{DRIVER[@]}}" &'
         )
+        yield "MAIN=$!"
+        yield 'wait -n "$HEAD" "$MAIN" || status=$?'
+        yield 'kill -0 "$MAIN" 2>/dev/null && fail "Ray on the head node $HEAD_NODE ended (status $status) before the driver"'
         yield 'exit "$status"'
 
     def _environment(self, plan: NodePlan | None, without: list[str], cluster: Cluster) -> str:
