@@ -4,19 +4,19 @@
 Standard library only, Python 3.8 or later, and never imported by the rest: its source is sent over stdin to the
 interpreter of the sandbox. Frames go both ways over stdio: one JSON line with ``size``, then so many raw bytes.
 
-As process 1 it cannot be killed from inside, and it adopts orphans. Each command runs below a fork of this process, a
-*keeper*, which is a subreaper: whatever the command starts, daemons included, stays below the keeper, so that a time-out
-finds all of it. Nothing in here is trusted by the other side.
+As process 1 it cannot be killed from inside, and it adopts orphans. Each command is a subreaper (which survives ``exec``):
+whatever it starts, daemons included, stays below it as long as it runs, so that a time-out finds all of it. Nothing in here
+is trusted by the other side.
 """
 
 import errno
+import gc
 import json
 import os
 import resource
 import selectors
 import signal
 import stat
-import struct
 import sys
 import tempfile
 import time
@@ -24,7 +24,6 @@ import time
 CHUNK = 256 * 1024
 MOST_FILES = 65536
 PIPE_DRAIN = 1024 * 1024
-STATUS = struct.Struct("=cI")
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
 
@@ -74,6 +73,13 @@ def below(pid):
     return found
 
 
+def send_signal(pid, sign):
+    try:
+        os.kill(pid, sign)
+    except OSError:
+        pass
+
+
 def kill_below(pid, seconds):
     """SIGKILL everything below ``pid`` until nothing is left; False if that takes too long (a fork bomb)."""
     end = time.monotonic() + seconds
@@ -83,10 +89,7 @@ def kill_below(pid, seconds):
             return True
         for sign in (signal.SIGSTOP, signal.SIGKILL):
             for one in found:
-                try:
-                    os.kill(one, sign)
-                except OSError:
-                    pass
+                send_signal(one, sign)
         if time.monotonic() > end:
             return False
         reap()
@@ -94,7 +97,7 @@ def kill_below(pid, seconds):
 
 
 def reap():
-    """Collect whatever ended and is ours; exit statuses are remembered for commands whose keeper was killed."""
+    """Collect whatever ended and is ours."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -102,10 +105,9 @@ def reap():
             return
         if pid == 0:
             return
-        if pid in Job.by_keeper:
-            Job.by_keeper.pop(pid).keeper = None
-        elif pid in Job.by_child:
-            Job.by_child[pid].ended(status)
+        job = Job.by_child.pop(pid, None)
+        if job is not None:
+            job.ended(status)
 
 
 def exit_code(status):
@@ -140,43 +142,39 @@ class Clip:
 class Job:
     """One command."""
 
-    by_child, by_keeper = {}, {}
+    by_child = {}  # noqa: RUF012
 
     def __init__(self, agent, request, body):
         self.agent, self.id = agent, request["id"]
         self.start = time.monotonic()
         self.deadline = self.start + request["timeout"]
-        self.timed_out = self.done = self.cancelled = False
-        self.status = self.child = None
+        self.timed_out = self.done = False
         limits = (request["limit"], request["head"], request["tail"])
         self.out, self.err = Clip(*limits), Clip(*limits)
         out_r, out_w = os.pipe()
         err_r, err_w = os.pipe()
-        stat_r, stat_w = os.pipe()
         try:
-            self.keeper = os.fork()
+            self.child = os.fork()
         except OSError:
-            for fd in (out_r, out_w, err_r, err_w, stat_r, stat_w):
-                os.close(fd)
+            os.close(out_r)
+            os.close(err_r)
             raise
-        if self.keeper == 0:
+        finally:
+            if getattr(self, "child", None) != 0:
+                os.close(out_w)
+                os.close(err_w)
+        if self.child == 0:
             try:
-                keep(agent.conf, request, body, out_w, err_w, stat_w)
+                run(agent.conf, request, body, out_w, err_w)
             finally:
-                os._exit(70)
-        Job.by_keeper[self.keeper] = self
-        for fd in (out_w, err_w, stat_w):
-            os.close(fd)
+                os._exit(126)
+        Job.by_child[self.child] = self
         self.fds = {out_r: self.out, err_r: self.err}
-        self.stat_fd = stat_r
-        for fd in (out_r, err_r, stat_r):
+        for fd in self.fds:
             os.set_blocking(fd, False)
             agent.selector.register(fd, selectors.EVENT_READ, self)
 
     def readable(self, fd):
-        if fd == self.stat_fd:
-            self.read_status()
-            return
         try:
             data = os.read(fd, CHUNK)
         except BlockingIOError:
@@ -191,25 +189,6 @@ class Job:
         self.agent.selector.unregister(fd)
         os.close(fd)
         self.fds.pop(fd, None)
-
-    def read_status(self):
-        data = os.read(self.stat_fd, 64)
-        keeper_is_dead = not data
-        while len(data) >= STATUS.size:
-            kind, value = STATUS.unpack(data[: STATUS.size])
-            data = data[STATUS.size :]
-            if kind == b"p":
-                self.child = value
-                Job.by_child[value] = self
-            else:
-                self.ended(value)
-                return
-        if keeper_is_dead and not self.done:
-            self.agent.selector.unregister(self.stat_fd)
-            os.close(self.stat_fd)
-            self.stat_fd = None
-            if self.child is None or self.child not in parents():
-                self.ended(signal.SIGKILL)
 
     def ended(self, status):
         if self.done:
@@ -227,11 +206,6 @@ class Job:
                     break
                 self.fds[fd].feed(data)
         self.done = True
-        if self.stat_fd is not None:
-            self.agent.selector.unregister(self.stat_fd)
-            os.close(self.stat_fd)
-            self.stat_fd = None
-        Job.by_child.pop(self.child, None)
         self.agent.jobs.pop(self.id, None)
         parts = self.out.parts() + self.err.parts()
         reply = {
@@ -246,16 +220,18 @@ class Job:
         self.out = self.err = None
 
     def kill(self):
-        """End the command and everything that it started.
-
-        Where that cannot be told any more (it killed its keeper) or does not end (a fork bomb), everything in the
-        sandbox but this process is ended.
-        """
-        if self.keeper is None or not kill_below(self.keeper, 0.5):
+        """End the command and everything that it started; where a fork bomb does not end, everything in the sandbox."""
+        send_signal(self.child, signal.SIGSTOP)  # it lives until all below it is gone: they are found through it
+        if not kill_below(self.child, 0.5):
             if os.getpid() != 1:
-                kill_below(self.keeper or self.child, 5)
-            elif len(parents()) > 1:
-                os.kill(-1, signal.SIGKILL)
+                kill_below(self.child, 5)
+            else:
+                end = time.monotonic() + 5
+                while len(parents()) > 1 and time.monotonic() < end:
+                    send_signal(-1, signal.SIGKILL)
+                    time.sleep(0.005)
+                    reap()
+        send_signal(self.child, signal.SIGKILL)
         self.ended(signal.SIGKILL)
 
     def time_out(self):
@@ -263,42 +239,18 @@ class Job:
         self.kill()
 
 
-def keep(conf, request, body, out, err, status):
-    """The keeper: start the command, report its end, stay until the last of its children is gone."""
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    child = os.fork()
-    if child == 0:
-        try:
-            run(conf, request, body, out, err)
-        finally:
-            os._exit(126)
-    os.close(out)
-    os.close(err)
-    os.dup2(status, 0)
-    os.closerange(1, MOST_FILES)
-    os.write(0, STATUS.pack(b"p", child))
-    while True:
-        try:
-            pid, code = os.waitpid(-1, 0)
-        except ChildProcessError:
-            os._exit(0)
-        if pid == child:
-            os.write(0, STATUS.pack(b"e", code))
-            os.close(0)
-
-
 def run(conf, request, body, out, err):
     """The command: a session of its own, no terminal, stdin at its end, nothing of ours open."""
     os.setsid()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.set_wakeup_fd(-1)
     null = os.open("/dev/null", os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(out, 1)
     os.dup2(err, 2)
     os.closerange(3, MOST_FILES)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for sign in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for sign in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(sign, signal.SIG_DFL)
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
@@ -462,6 +414,7 @@ class Agent:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         self.selector.register(self.stdin, selectors.EVENT_READ, None)
         self.selector.register(woken, selectors.EVENT_READ, None)
+        gc.freeze()  # a fork then copies less
         self.send({"id": 0, "ready": True, "pid": os.getpid()})
         self.handle_frames()
         while True:
@@ -509,7 +462,7 @@ class Agent:
     def handle(self, request, body):
         op, ident = request["op"], request["id"]
         if op == "exec":
-            self.jobs[ident] = Job(self, request, body)
+            self.start_job(request, body)
         elif op == "cancel":
             if ident in self.jobs:
                 self.jobs[ident].kill()
@@ -540,6 +493,19 @@ class Agent:
             self.pack(ident, located(self.conf, request["path"]), request["limit"])
         else:
             self.send({"id": ident})
+
+    def start_job(self, request, body):
+        for attempt in range(20):
+            try:
+                self.jobs[request["id"]] = Job(self, request, body)
+                return
+            except OSError as error:  # no process number is free: what was left running holds them all
+                failure = error
+            reap()
+            time.sleep(0.01 * attempt)
+        text = ("no process could be started: %s\n" % failure).encode()
+        head = {"id": request["id"], "code": 126, "timed_out": False, "seconds": 0.0}
+        self.send(dict(head, parts=[0, 0, len(text), 0], totals=[0, len(text)]), text)
 
     def read_file(self, ident, request):
         path = located(self.conf, request["path"])
