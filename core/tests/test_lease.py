@@ -19,6 +19,9 @@ class Box:
     def __init__(self, backend, name, spec):
         self.backend, self.id, self.spec = backend, name, spec
 
+    async def alive(self):
+        return await self.backend.alive(self)
+
     async def close(self):
         await self.backend.closing(self)
         self.backend.deleted.append(self.id)
@@ -57,6 +60,9 @@ class Provider:
             return box
         finally:
             self.running -= 1
+
+    async def alive(self, box):
+        return box.id in self.live
 
     async def closing(self, box):
         await asyncio.sleep(self.close_seconds)
@@ -319,6 +325,36 @@ async def test_a_shared_quota_is_asked_again_though_nothing_of_ours_is_freed(lea
         provider.quota = None  # somebody else freed theirs
         await asyncio.wait_for(waiting, 2)
     await lease.aclose()
+
+
+async def test_a_pool_has_the_next_one_ready_and_hands_none_out_twice(lease_of):
+    provider = Provider(seconds=0.1)
+    lease = lease_of(provider, pool=2)
+    waits, names = [], []
+    for _ in range(4):
+        begun = time.monotonic()
+        async with lease.sandbox(SandboxSpec(image="x"), task_id="t") as box:
+            waits.append(time.monotonic() - begun)
+            names.append(box.id)
+        await asyncio.sleep(0.25)
+    assert waits[0] >= 0.1
+    assert max(waits[1:]) < 0.09
+    assert len(set(names)) == 4
+    assert len(provider.live) == 2
+    await lease.aclose()
+    assert provider.live == {}
+    assert len(provider.deleted) == len(set(provider.deleted)) == len(provider.asked)
+
+
+async def test_a_pool_gives_no_dead_sandbox_and_a_refusal_is_no_fault(lease_of):
+    provider = Provider()
+    lease = lease_of(provider, pool=1)
+    async with lease.sandbox(SandboxSpec(), task_id="t"):
+        await asyncio.sleep(0.05)
+    provider.live.clear()
+    provider.errors = [Throttled("later"), None, Throttled("later")]
+    async with lease.sandbox(SandboxSpec(), task_id="t") as box:
+        assert box.id in provider.live
 
 
 async def test_the_lease_costs_less_than_a_millisecond(lease_of):

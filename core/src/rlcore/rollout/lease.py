@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlcore.errors import InfraError, SandboxLost, Throttled
+from rlcore.errors import ConfigError, InfraError, SandboxLost, Throttled
 from rlcore.protocols import Sandbox, SandboxBackend
 from rlcore.record.jsonl import JsonlWriter, read_jsonl
 from rlcore.sandbox_tools import ownership, speaks_of_quota
@@ -130,6 +130,8 @@ class SandboxLease:
         backoff_base_s: first wait; doubles each time, with jitter; a provider's ``retry_after`` is the least.
         backoff_cap_s: longest wait.
         close_seconds: bound of a close.
+        pool: sandboxes of each kind that wait started, for backends where a create is slow; none by default. One is handed
+            out once, and only if it still lives.
         breaker_failures: an image whose first creates failed so often for good is not tried again.
         sleep: how to wait, for tests.
     """
@@ -147,6 +149,7 @@ class SandboxLease:
         backoff_cap_s: float = 30.0,
         close_seconds: float = 30.0,
         breaker_failures: int = 3,
+        pool: int = 0,
         sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
     ) -> None:
         self.backend = backend
@@ -160,6 +163,9 @@ class SandboxLease:
         self._base, self._cap = backoff_base_s, backoff_cap_s
         self._close_seconds = close_seconds
         self._breaker_failures = breaker_failures
+        self._pool_size = pool
+        self._warm: dict[str, list[tuple[str, Sandbox]]] = {}
+        self._warming: dict[str, int] = {}
         self._breakers: dict[str, _Breaker] = {}
         self._admission = _Admission(backoff_cap_s)
         self._sleep = sleep
@@ -177,7 +183,7 @@ class SandboxLease:
         Raises (on entering): ``ConfigError`` for a spec that can never start, ``InfraError`` for a create that failed,
         ``Throttled`` when every retry was refused.
         """
-        key, sandbox = await self._acquire(spec, task_id)
+        key, sandbox = await self._pooled(spec, task_id) if self._pool_size else await self._acquire(spec, task_id)
         try:
             yield sandbox
         finally:
@@ -186,10 +192,11 @@ class SandboxLease:
     async def aclose(self) -> None:
         """Close every sandbox that is still open, wait for creates that were cancelled, close the backend."""
         self._closed = True
-        open_now = list(self._open.items())
-        await asyncio.gather(*(self._release(key, sandbox) for key, sandbox in open_now), return_exceptions=True)
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=self._close_seconds)
+        for _ in range(2):  # the second round: what came up meanwhile
+            open_now = list(self._open.items())
+            await asyncio.gather(*(self._release(key, sandbox) for key, sandbox in open_now), return_exceptions=True)
+            if self._tasks:
+                await asyncio.wait(set(self._tasks), timeout=self._close_seconds)
         try:
             async with asyncio.timeout(self._close_seconds):
                 await self.backend.aclose()
@@ -197,9 +204,46 @@ class SandboxLease:
             log.warning("the sandbox backend %s did not close within %g s", self.backend_name, self._close_seconds)
         self._ledger.close()
 
+    # --- the pool -----------------------------------------------------------------------------------------------------
+
+    async def _pooled(self, spec: SandboxSpec, task_id: str) -> tuple[str, Sandbox]:
+        """One that waits, if one lives; a fresh one else. Either way the next ones are begun."""
+        kind = repr(replace(spec, labels={}))
+        waiting = self._warm.setdefault(kind, [])
+        self._fill(kind, spec)
+        while waiting:
+            key, sandbox = waiting.pop(0)
+            self._fill(kind, spec)
+            try:
+                lives = await sandbox.alive()
+            except BaseException:
+                self._own(self._release(key, sandbox))
+                raise
+            if lives:
+                self._note(key, "leased", task=task_id, id=sandbox.id)
+                return key, sandbox
+            await self._shielded(self._release(key, sandbox))
+        return await self._acquire(spec, task_id)
+
+    def _fill(self, kind: str, spec: SandboxSpec) -> None:
+        missing = self._pool_size - len(self._warm[kind]) - self._warming.get(kind, 0)
+        for _ in range(missing if not self._closed else 0):
+            self._warming[kind] = self._warming.get(kind, 0) + 1
+            self._own(self._warm_one(kind, spec))
+
+    async def _warm_one(self, kind: str, spec: SandboxSpec) -> None:
+        try:
+            made = await self._acquire(spec, "pool", retries=0)
+        except (ConfigError, InfraError):
+            return  # whoever needs one will ask, and hear why
+        finally:
+            self._warming[kind] -= 1
+        self._warm[kind].append(made)
+
     # --- creating -----------------------------------------------------------------------------------------------------
 
-    async def _acquire(self, spec: SandboxSpec, task_id: str) -> tuple[str, Sandbox]:
+    async def _acquire(self, spec: SandboxSpec, task_id: str, *, retries: int | None = None) -> tuple[str, Sandbox]:
+        retries = self._retries if retries is None else retries
         if self._closed:
             raise InfraError("the run is closing its sandboxes")
         image = spec.image or spec.build_context or ""
@@ -208,7 +252,7 @@ class SandboxLease:
         key = secrets.token_hex(8)
         labels = {**spec.labels, **self._labels, "task": task_id, "lease": key}
         spec = replace(spec, labels=labels)
-        for attempt in range(self._retries + 1):
+        for attempt in range(retries + 1):
             self._refuse_broken(image, breaker)
             async with self._slots:
                 await self._admission.room(lambda: self.stats.live + self._creating)
@@ -233,7 +277,7 @@ class SandboxLease:
                     return key, sandbox
                 finally:
                     self._creating -= 1
-            if attempt < self._retries:
+            if attempt < retries:
                 await self._sleep(self._wait(attempt, refused))
         raise refused
 
