@@ -115,6 +115,8 @@ class RolloutSection(Section):
         1, ge=0, description="times that an attempt which the infrastructure ended is made again"
     )
     min_group: int = Field(2, ge=1, description="attempts with a verdict that a group needs to be trained")
+    sandbox_creates: int = Field(8, ge=1, description="sandboxes that are created at the same time")
+    sandbox_pool: int = Field(0, ge=0, description="sandboxes of each kind that are started ahead of need")
 
     @model_validator(mode="after")
     def _groups_can_be_full(self) -> RolloutSection:

@@ -212,6 +212,8 @@ class _Run:
             backend_name=self.config.sandbox.name,
             ledger_path=self.directory.path / "sandboxes.jsonl",
             run_id=self.directory.path.name,
+            creates_in_flight=self.config.rollout.sandbox_creates,
+            pool=self.config.rollout.sandbox_pool,
         )
         stack.push_async_callback(_bounded, lease.aclose)
         return lease
