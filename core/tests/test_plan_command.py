@@ -164,6 +164,16 @@ def test_the_two_cells_that_the_reference_mentions() -> None:
     ).per_layer == (2 * 2 * 128 * 2)
 
 
+def test_tokens_for_a_given_cell_and_memory_fraction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["glm-5.2"]))
+    words = ["--gpu", "gb300", "--nodes", "64", "--json", "--set", "serving.weight_bits=8", "--set", "serving.mtp=true"]
+    words += ["--set", "serving.cell_bytes=788", "--set", "serving.buffers_gib=17.05"]
+    made = json.loads(run(capsys, tmp_path, *words, "--set", "serving.memory_fraction=0.9")[1])["serving"]
+    static = made["weights_gib_per_rank"] + 17.05
+    assert made["kv_bytes_per_token"] == 788 * 79
+    assert made["kv_tokens_per_rank"] == int((274.5 * 0.9 - static) * 2**30 // (788 * 79))
+
+
 def test_an_engine_that_cannot_hold_one_sequence_is_named_with_its_figures() -> None:
     shapes = Shapes.from_config(MODELS["glm-5.2"])
     serving = Serving(memory_fraction=0.75, buffers_gib=17.05)

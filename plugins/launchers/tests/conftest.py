@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import uuid
+import venv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+RAY = "ray>=2.40,<3"
 SRUN = """#!/bin/bash
 for word in "$@"; do
   case $word in
@@ -52,6 +55,19 @@ class FakeSlurm:
             out, err = child.communicate()
             pytest.fail(f"the job did not end within {timeout} s\n{out}\n{err}")
         return subprocess.CompletedProcess([], child.returncode, out, err)
+
+
+@pytest.fixture(scope="session")
+def ray_python() -> Path:
+    """An interpreter of its own that has Ray, made once: Ray's dependencies stay out of the tests' environment."""
+    folder = Path.home() / ".cache" / "rlcore-tests" / f"ray-{sys.version_info.major}.{sys.version_info.minor}"
+    made = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        venv.create(folder, with_pip=True, clear=True)
+        install = [str(made), "-m", "pip", "--disable-pip-version-check", "-q", "install", RAY]
+        subprocess.run(install, check=True, timeout=600)
+        (folder / "complete").touch()
+    return made
 
 
 @pytest.fixture

@@ -301,7 +301,7 @@ def test_a_head_without_ray_ends_the_job_at_once(slurm: Any, fake_ray: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_real_ray_cluster_on_two_nodes_runs_the_driver(slurm: Any, tmp_path: Path) -> None:
+def test_a_real_ray_cluster_on_two_nodes_runs_the_driver(slurm: Any, ray_python: Path) -> None:
     """Ray itself, from its own package, over the wire between two namespaces."""
     code = (
         "import json, os, ray\n"
@@ -312,6 +312,8 @@ def test_a_real_ray_cluster_on_two_nodes_runs_the_driver(slurm: Any, tmp_path: P
         "print(json.dumps(ray.get([where.options(resources={f'node-name:{n}': 1}).remote() for n in names], timeout=60)))\n"
         "raise SystemExit(7)\n"
     )
-    done = slurm.run(script(two_nodes(sys.executable, "-c", code), join_seconds=120), timeout=300)
+    source = str(Path(node.__file__).parents[1])
+    text = script(two_nodes(str(ray_python), "-c", code), python=str(ray_python), join_seconds=120)
+    done = slurm.run(text, timeout=300, PYTHONPATH=source)
     assert done.returncode == 7, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == ["10.77.0.1", "10.77.0.2"]

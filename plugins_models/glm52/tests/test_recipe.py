@@ -265,15 +265,22 @@ def test_the_plan_reproduces_the_published_figures(resolved: Any) -> None:
     assert "26,396 at 0.75" in rows["KV tokens of a rank at memory fraction 0.85 and 0.75"].derived
 
 
-@pytest.mark.parametrize("words", [["--nodes", "24"], ["--gpu", "b200"], ["--nodes", "10"]])
-def test_the_plan_takes_other_hardware(capsys: Any, words: list[str]) -> None:
-    """A smaller GPU does not hold the reference's engine: said with figures, by exit status 2."""
+@pytest.mark.parametrize(
+    ("words", "status", "shown"),
+    [
+        (["--nodes", "24"], 0, "24 nodes: 8 train, 16 serve"),
+        (["--nodes", "10"], 0, "10 nodes: 8 train, 2 serve"),
+        (["--gpu", "b200"], 2, "cannot run: engine: the cache of one rank holds 0 tokens"),
+        (["--gpu", "h200", "--suggest"], 2, "layouts that do not work"),
+        (["--set", "trainer.split=[20,20,19,19]"], 2, "IndexShare"),
+        (["--layers", "20"], 0, "first 20 layers on 6 nodes"),
+    ],
+)
+def test_the_plan_takes_other_hardware_and_says_what_does_not_fit(
+    capsys: Any, words: list[str], status: int, shown: str
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", "glm52", *words])
-    out = capsys.readouterr()
-    if "b200" in words:
-        assert ended.value.code == 2
-        assert "fewer than one sequence" in out.out + out.err
-    else:
-        assert not ended.value.code
-        assert "parameters" in out.out
+    captured = capsys.readouterr()
+    assert (ended.value.code or 0) == status
+    assert shown in captured.out + captured.err

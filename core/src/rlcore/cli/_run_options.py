@@ -33,9 +33,16 @@ SetOption: TypeAlias = Annotated[
 
 
 def resolve_run(
-    context: typer.Context, recipe: str | None, config: Sequence[Path] | None, sets: Sequence[str] | None
+    context: typer.Context,
+    recipe: str | None,
+    config: Sequence[Path] | None,
+    sets: Sequence[str] | None,
+    *,
+    as_a_whole: bool = True,
 ) -> Resolved:
     """The configuration that a command line means, valid, and known to the plugins.
+
+    ``as_a_whole=False``: the plugins do not see it, so none refuses a combination (a plan says itself what cannot run).
 
     Raises:
         ConfigError: it is wrong; says everything that is.
@@ -48,7 +55,8 @@ def resolve_run(
         if recipe is None and not config:
             raise ConfigError(f"name a recipe, or a file with --config{nearest('', known.plugins.names('recipe'))}")
     resolved = resolve(known.plugins, layers, recipe)
-    known.plugins.configure(resolved.config)
+    if as_a_whole:
+        known.plugins.configure(resolved.config)
     return resolved
 
 

@@ -23,6 +23,7 @@ from rlcore.plan.suggest import Suggestions, balanced_split, say, suggest
 from rlcore.plan.training import ADAM_BYTES, Layout
 from rlcore.plugins import nearest
 from rlcore.protocols import PlannedRecipe
+from rlcore.resolve import options_class
 
 __all__ = ["plan"]
 
@@ -109,12 +110,18 @@ def _of_recipe(
             f"{recipe!r} is neither a recipe nor a folder or config.json of a model{nearest(recipe, names)}"
         )
     given = [*sets]
-    given += [f"recipe.nodes={nodes}"] if nodes is not None else []
-    given += [f"recipe.gpu={gpu}"] if gpu is not None else []
-    resolved = resolve_run(context, recipe, config, given)
-    if not isinstance(resolved.recipe, PlannedRecipe):
+    hardware = {"nodes": nodes, "gpu": gpu}
+    name = recipe or (known.plugins.default_recipe(known.named[0]) if known.named else None)
+    if name is not None and name in known.plugins.names("recipe"):
+        options = options_class(known.plugins, "recipe", name).model_fields
+        given += [f"recipe.{key}={value}" for key, value in hardware.items() if value is not None and key in options]
+    resolved = resolve_run(context, recipe, config, given, as_a_whole=False)
+    if isinstance(resolved.recipe, PlannedRecipe):
+        return resolved.recipe.plan(resolved.config)
+    model = resolved.config.model.path
+    if model is None or not (Path(model) / "config.json").is_file():
         raise ConfigError(f"recipe {resolved.name!r} has no plan of its own: name the folder of its model")
-    return resolved.recipe.plan(resolved.config)
+    return _of_model(Path(model), nodes, gpu)
 
 
 def _divide(sets: Sequence[str]) -> tuple[list[tuple[str, str, str]], list[str]]:

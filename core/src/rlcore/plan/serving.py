@@ -53,6 +53,7 @@ class Serving:
         kv_bits: 8 or 16.
         kv_scales: of an 8-bit latent cache: whether it is kept with a float32 scale per 128 values and its rotary key in
             16 bits (788 bytes a cell of GLM-5.2), or all in 8 bits without scales (708).
+        cell_bytes: bytes of a token and layer, where they are known otherwise; 0: as derived.
         memory_fraction: share of the usable memory for weights, buffers and cache together.
         buffers_gib: buffers, graphs and workspaces that are neither weights nor cache, in GiB; an assumption.
         mtp: whether the prediction layer is loaded (speculative decoding) and cached.
@@ -65,6 +66,7 @@ class Serving:
     weight_bits: int = 8
     kv_bits: int = 8
     kv_scales: bool = False
+    cell_bytes: int = 0
     memory_fraction: float = 0.85
     buffers_gib: float = 8.0
     mtp: bool = True
@@ -78,6 +80,8 @@ def kv_cell(shapes: Shapes, serving: Serving) -> KvCell:
     """
     size = serving.kv_bits // 8
     layers = shapes.layers + (shapes.mtp_layers if serving.mtp else 0)
+    if serving.cell_bytes:
+        return KvCell((("given", serving.cell_bytes),), layers)
     if not shapes.latent:
         heads = max(1, shapes.kv_heads * serving.dp_attention // serving.gpus)
         return KvCell((("keys", heads * shapes.head_dim * size), ("values", heads * shapes.head_dim * size)), layers)
@@ -170,7 +174,7 @@ def decode_tokens_per_second(
             running
             / serving.dp_attention
             * cell.layers
-            * (read * (cell.per_layer - indexed) + context * indexed * len(shapes.indexers) / shapes.layers)
+            * (read * max(0, cell.per_layer - indexed) + context * indexed * len(shapes.indexers) / shapes.layers)
         )
     seconds = (weights + caches) / (gpu.memory_gb_s * 1e9 * efficiency) + layer_latency_us * 1e-6 * shapes.layers
     return running * accepted / seconds
