@@ -284,3 +284,12 @@ def test_the_plan_takes_other_hardware_and_says_what_does_not_fit(
     captured = capsys.readouterr()
     assert (ended.value.code or 0) == status
     assert shown in captured.out + captured.err
+
+
+def test_a_recipe_of_one_process_says_so(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "quickstart", "--dry-run", "--set", "trainer.lr=1e-5"])
+    assert not ended.value.code
+    out = capsys.readouterr().out
+    assert "trainer.lr = 1e-05  # --set trainer.lr" in out
+    assert "# everything runs in one process, here" in out
