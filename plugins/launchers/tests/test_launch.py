@@ -317,3 +317,24 @@ def test_a_real_ray_cluster_on_two_nodes_runs_the_driver(slurm: Any, ray_python:
     done = slurm.run(text, timeout=300, PYTHONPATH=source)
     assert done.returncode == 7, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == ["10.77.0.1", "10.77.0.2"]
+
+
+@pytest.mark.parametrize("skew", [-3600, 3600])
+def test_a_node_whose_clock_is_off_says_so_before_it_joins(capsys: Any, skew: int) -> None:
+    words = ["--prefix", "127.", "--node", "n5", "--port", "1", "--head", "127.0.0.1", "--within", "5"]
+    with pytest.raises(SystemExit) as ended:
+        node.main(["join", *words, "--head-time", str(time.time() + skew)])
+    assert ended.value.code == node.UNREACHABLE
+    assert f"the clock of node n5 is {-skew:+.0f} s off the head's" in capsys.readouterr().err
+
+
+def test_waiting_for_a_head_is_bounded() -> None:
+    began = time.monotonic()
+    assert not node.reach("127.0.0.1", 9, 1.0)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.fault("CFG-02")
+def test_options_of_a_node_are_never_abbreviated() -> None:
+    with pytest.raises(SystemExit):
+        node.main(["address", "--pre", "10.", "--node", "n0"])
