@@ -1,13 +1,20 @@
 """The backend keeps its contract."""
 
-from rlcore.protocols import SandboxBackend
+from pathlib import Path
+
+import pytest
+
 from rlcore.testing.sandbox import SandboxConformance
 from rlcore.testing.skeletons.sandbox import Skeleton
 
 
 class TestSkeleton(SandboxConformance):
-    """Small experiments on real sandboxes; what the backend cannot do, ``lacks`` says."""
+    """Every behaviour on real sandboxes; those in ``lacks`` are tried too."""
 
-    def make_backend(self) -> SandboxBackend:
-        """A new backend with its default options."""
-        return Skeleton(Skeleton.Config())
+    @pytest.fixture(autouse=True)
+    def _own_folder(self, tmp_path: Path) -> None:
+        self.folder = str(tmp_path)
+
+    def make_backend(self) -> Skeleton:
+        """A new backend for each test."""
+        return Skeleton(Skeleton.Config(folder=self.folder))
