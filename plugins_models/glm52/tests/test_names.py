@@ -12,6 +12,7 @@ from typing import Any
 from zipfile import ZipFile
 
 import pytest
+from glm52_plugin.model import shapes_of
 
 
 def source(wheel: ZipFile, name: str) -> ast.Module:
@@ -120,6 +121,25 @@ def test_what_megatron_refuses_together_is_not_set_together(settings: dict[str, 
     assert fields["cp_comm_type"] == "allgather" or fields["context_parallel_size"] == 1
     assert fields["sequence_parallel"]
     assert len(fields["moe_layer_freq"]) == fields["num_layers"]
+
+
+@pytest.mark.parametrize("layers", [78, 20, 6])
+def test_megatron_shares_indexers_in_the_same_layers(
+    megatron_wheel: ZipFile, settings: dict[str, dict[str, Any]], layers: int
+) -> None:
+    """Megatron's own rule, taken out of its source, on the fields that it gets."""
+    name = "megatron/core/transformer/experimental_attention_variant/dsa.py"
+    (rule,) = (
+        node
+        for node in source(megatron_wheel, name).body
+        if isinstance(node, ast.FunctionDef) and node.name == "is_dsa_skip_topk_layer"
+    )
+    scope: dict[str, Any] = {}
+    exec(compile(ast.Module([rule], []), name, "exec"), scope)
+    fields = settings["megatron MLATransformerConfig"]
+    offset, every = fields["dsa_indexer_skip_topk_offset"], fields["dsa_indexer_topk_freq"]
+    own = [n for n in range(layers) if not scope["is_dsa_skip_topk_layer"](n + 1, offset, every)]
+    assert tuple(own) == shapes_of(layers).indexers
 
 
 # --- SGLang

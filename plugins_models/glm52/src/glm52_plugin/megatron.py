@@ -77,7 +77,9 @@ def _model(layers: int, options: Any) -> Mapping[str, Any]:
         "dsa_indexer_topk": GLM52["index_topk"],
         "dsa_indexer_topk_freq": GLM52["index_topk_freq"],
         "dsa_indexer_skip_topk_offset": GLM52["index_skip_topk_offset"],
+        "dsa_indexer_rope_interleaved": True,  # of GLM, unlike DeepSeek-V3.2
         "dsa_indexer_rotate_activation": False,
+        "dsa_indexer_k_norm_epsilon": 1e-6,
         "dsa_indexer_loss_coeff": 0.0,
         # experts
         "num_moe_experts": GLM52["n_routed_experts"],
