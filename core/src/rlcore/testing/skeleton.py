@@ -64,7 +64,7 @@ The tests show that it keeps the contract of `rlcore.protocols`: `pytest`.
 """
 
 
-_REQUIRES = {"sandbox": ["rlcore-local"], "policy": ["httpx>=0.27"]}
+_REQUIRES = {"policy": ["httpx>=0.27"]}
 _TEST_REQUIRES = {"correction": ["torch"], "loss": ["torch"]}
 """What skeletons of some kinds need beyond the others."""
 
