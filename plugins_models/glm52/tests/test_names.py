@@ -191,16 +191,17 @@ def sglang_flags(sglang_wheel: ZipFile) -> dict[str, list[Any]]:
     return flags
 
 
-@pytest.mark.parametrize("profile", ["balanced", "low-latency"])
+@pytest.mark.parametrize(("profile", "layers"), [("balanced", 78), ("low-latency", 78), ("balanced", 5)])
 def test_every_sglang_flag_exists_is_not_deprecated_and_has_an_allowed_value(
-    resolved: Any, sglang_flags: dict[str, list[Any]], profile: str
+    resolved: Any, sglang_flags: dict[str, list[Any]], profile: str, layers: int
 ) -> None:
-    made = resolved(f"recipe.inference={profile}")
+    made = resolved(f"recipe.inference={profile}", f"recipe.layers={layers}")
     plans = made.recipe.cluster(made.config).plans
     lines = [command for plan in plans for command in plan.commands if "sglang.launch_server" in command]
     assert len(lines) == (1 if profile == "balanced" else 2)
     for line in lines:
         assert line[:3] == ("python3", "-m", "sglang.launch_server")
+        assert ('{"num_hidden_layers": 5, "num_nextn_predict_layers": 0}' in line) == (layers == 5)
         for word, value in zip(line[3:], (*line[4:], ""), strict=True):
             if word.startswith("--"):
                 assert word in sglang_flags, word

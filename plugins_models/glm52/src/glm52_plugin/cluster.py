@@ -67,7 +67,9 @@ def _serving(own: Any, run: RunConfig) -> Iterator[NodePlan]:
         nodes = tuple(first[rank::span])
         if not nodes:
             continue
-        line = server_line(run.model.path or "", context, options, run.run.seed, rank, span)
+        line = server_line(
+            run.model.path or "", context, options, run.run.seed, layers=own.layers, rank=rank, nodes=span
+        )
         lines = tuple(
             (*line[: line.index("--port") + 1], str(options.port + number), *line[line.index("--port") + 2 :])
             for number in range(per_node)

@@ -50,8 +50,8 @@ GLM52: Mapping[str, Any] = {
 """``config.json`` of GLM-5.2, as far as anything is derived from it."""
 
 CUTS = (5, 6, 20, 78)
-"""Depths: 5 is the smallest with expert layers on either side of nothing shared, 6 has a layer that shares an indexer's
-choice twice over, 20 is the smallest that a pipeline can cut in four, 78 is the model."""
+"""Depths. 5 and 6: the dense layers and two or three with experts, which share an indexer's choice; 20: four more indexers,
+so that a pipeline can be cut; 78: the model."""
 
 TOY: Mapping[str, Any] = {
     **GLM52,

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
+
+from glm52_plugin.model import GLM52
 
 __all__ = ["server_line"]
 
 
-def server_line(model: str, context: int, options: Any, seed: int, rank: int = 0, nodes: int = 1) -> tuple[str, ...]:
+def server_line(
+    model: str, context: int, options: Any, seed: int, *, layers: int, rank: int = 0, nodes: int = 1
+) -> tuple[str, ...]:
     """The words of one node of an engine; addresses are shell references that the launcher fills in."""
     words = ["python3", "-m", "sglang.launch_server"]
     for name, value in _flags(model, context, options, seed):
         words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    if layers < GLM52["num_hidden_layers"]:
+        words += [
+            "--json-model-override-args",
+            json.dumps({"num_hidden_layers": layers, "num_nextn_predict_layers": 0}),
+        ]
     if nodes > 1:
         words += ["--nnodes", str(nodes), "--node-rank", str(rank)]
         words += ["--dist-init-addr", f"${{ENGINE_HEAD_IP}}:{options.dist_port}"]
