@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -97,16 +98,21 @@ def resolved(tasks: int, steps: int, run_dir: str) -> tuple[Any, Any]:
 class Turnstile:
     """A progress display that waits for the parent before each step."""
 
+    used = 0.0
+
     def phase(self, text: str) -> None:
         """Wait where a step begins."""
         if text == "step 1: rollout":
             say({"ready": True})
             sys.stdin.readline()
+            self.used = _cpu_seconds()
 
     def step(self, step: int, metrics: Any) -> None:
         """Report a step, and wait for the next."""
-        say(dict(metrics))
+        used = _cpu_seconds()
+        say({**metrics, "cpu_seconds": used - self.used})
         sys.stdin.readline()
+        self.used = _cpu_seconds()
 
     def attempt(self, trajectory: Any) -> None:
         """Not shown."""
@@ -117,6 +123,12 @@ class Turnstile:
     def alarm(self, alarm: Any) -> None:
         """Shown on the error stream."""
         print(alarm, file=sys.stderr)
+
+
+def _cpu_seconds() -> float:
+    """CPU time of this process and of the sandboxes that ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(part.ru_utime + part.ru_stime for part in used)
 
 
 def ours(options: dict[str, Any]) -> None:
@@ -227,6 +239,7 @@ def compare(python: Path, path: str, data: Path, tasks: int, steps: int, dtype: 
     mine.close()
     theirs.close()
     seconds = [[row[side]["seconds"] for row in rows] for side in (0, 1)]
+    cpu = [statistics.median(row[side]["cpu_seconds"] for row in rows) for side in (0, 1)]
     parts = ("seconds/rollout", "seconds_forward", "seconds_backward", "seconds_optimizer", "seconds/sync")
     return {
         "tasks": tasks,
@@ -236,6 +249,9 @@ def compare(python: Path, path: str, data: Path, tasks: int, steps: int, dtype: 
         "rlcore_median": statistics.median(seconds[0]),
         "trl_median": statistics.median(seconds[1]),
         "times_faster": statistics.median(seconds[1]) / statistics.median(seconds[0]),
+        "rlcore_cpu_seconds": cpu[0],
+        "trl_cpu_seconds": cpu[1],
+        "times_less_cpu": cpu[1] / cpu[0],
         "rlcore_parts": {part: statistics.mean(row[0][part] for row in rows) for part in parts if part in rows[0][0]},
         "positions": [row[0].get("positions") for row in rows],
         "positions_without_sharing": [row[0].get("positions_plain") for row in rows],
@@ -297,7 +313,8 @@ def _table(report: dict[str, Any]) -> str:
     for size in report["steps"]:
         lines.append(
             f"  {size['tasks']} x {size['samples']}: rlcore {size['rlcore_median']:.2f}, TRL {size['trl_median']:.2f}: "
-            f"{size['times_faster']:.1f} times"
+            f"{size['times_faster']:.1f} times (CPU time: {size['rlcore_cpu_seconds']:.1f}, {size['trl_cpu_seconds']:.1f}: "
+            f"{size['times_less_cpu']:.1f} times)"
         )
         parts = ", ".join(
             f"{name.split('/')[-1].removeprefix('seconds_')} {s:.2f}" for name, s in size["rlcore_parts"].items()

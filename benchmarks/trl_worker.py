@@ -27,15 +27,19 @@ def right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
 
 
 class Turnstile(TrainerCallback):
-    started = 0.0
+    started = used = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        say({"seconds": time.perf_counter() - self.started} if self.started else {"ready": True})
+        self.report()
         sys.stdin.readline()
-        self.started = time.perf_counter()
+        self.started, self.used = time.perf_counter(), time.process_time()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        say({"seconds": time.perf_counter() - self.started})
+        self.report()
+
+    def report(self) -> None:
+        seconds = {"seconds": time.perf_counter() - self.started, "cpu_seconds": time.process_time() - self.used}
+        say(seconds if self.started else {"ready": True})
 
 
 def main() -> None:

@@ -84,7 +84,7 @@ class QuickstartRecipe:
         if self.config.full:
             evaluation["unseen"] = {"taskset": {"name": "tbench2", "path": str(self._folder("unseen"))}}
         return {
-            "run": {"steps": 40 if tiny else 24, "checkpoint_every": 10},
+            "run": {"steps": 40 if tiny else 30, "checkpoint_every": 10},
             "model": {"path": str(model_path(self.config.model, cache_dir())), "dtype": _dtype(tiny)},
             "taskset": {"name": "tbench2", "path": str(self._folder("train"))},
             "agent": {"name": "terminal", "system_prompt": "", "command_timeout": 5.0, "max_output": 200},
@@ -92,7 +92,7 @@ class QuickstartRecipe:
             "sandbox": {"name": "local", "memory_mb": 256, "disk_mb": 16},
             "policy": {"name": "embedded"},
             "engine": {"name": "embedded"},
-            "trainer": {"name": "torch", "lr": 2e-4 if tiny else 4e-5},
+            "trainer": {"name": "torch", "lr": 4e-4 if tiny else 4e-5},
             "advantage": {"name": "grpo"},
             "correction": {"name": "token_tis"},
             "loss": {"name": "ppo_clip"},
