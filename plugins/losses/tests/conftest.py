@@ -1,15 +1,10 @@
-"""What the tests of the losses share: one thread, and the hypothesis profile that the environment names."""
+"""What the tests of the losses share: one thread, and how to make batches."""
 
 import itertools
-import os
 
 import pytest
 import torch
-from hypothesis import settings
 from rlcore.types import Completion, FinishReason, Group, Message, MicroBatch, Task, Trajectory, Turn
-
-settings.register_profile("full", max_examples=500)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 @pytest.fixture(autouse=True)
