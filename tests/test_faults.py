@@ -137,13 +137,9 @@ FAULTS = {
 
 NATIVE_TOOL_CALLS = "not applicable: the agent loop reads commands from text; no native tool calls yet"
 
-NO_CONTAINERS = "not yet: it is about backends with images and providers; the local one has neither"
 ONE_ENGINE = "not yet: a run has one engine; a trainer with several will need it"
 
 NOT_TESTED = {
-    "SBX-15": NO_CONTAINERS,
-    "SBX-20": NO_CONTAINERS,
-    "SBX-23": NO_CONTAINERS,
     "SYN-06": ONE_ENGINE,
     "SYN-07": ONE_ENGINE,
     "SYN-09": "not applicable: an update pauses requests in their place; stale ones are not aborted",
