@@ -179,6 +179,9 @@ async def run_kit(
                 if bench.box is not None:
                     await bench.box.close()
                 await bench.sweep()
+            except (ConfigError, InfraError):
+                if any(outcome.status == "pass" for outcome in outcomes):
+                    raise  # something may be left; where nothing ever started, the outcomes say why
             finally:
                 await backend.aclose()
     return outcomes
