@@ -205,7 +205,7 @@ async def _try(one: Behaviour, bench: Bench, declared: Mapping[str, str]) -> Out
     except Exception as error:  # noqa: BLE001 - whatever a backend raises is the outcome of the experiment
         failure = f"{type(error).__name__}: {error}"
     if failure:
-        with contextlib.suppress(InfraError):
+        with contextlib.suppress(InfraError, ConfigError):
             if one.shares and bench.box is not None:
                 await bench.box.close()
                 bench.box = None  # type: ignore[assignment]
