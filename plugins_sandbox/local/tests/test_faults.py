@@ -231,6 +231,51 @@ async def test_sigkill_of_the_trainer_leaves_nothing_and_the_sweeper_finds_nothi
     assert await foreign.alive()
 
 
+STARTING = """
+import asyncio, sys
+from rlcore.types import SandboxSpec
+from rlcore_local.backend import LocalBackend
+
+async def main():
+    backend = LocalBackend(LocalBackend.Config(state_dir=sys.argv[1]))
+    await (await backend.start(SandboxSpec())).close()
+    print("begins", flush=True)
+    while True:
+        boxes = await asyncio.gather(*(backend.start(SandboxSpec(workdir="/" + sys.argv[2])) for _ in range(4)))
+        await asyncio.gather(*(box.close() for box in boxes))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("times", [6, pytest.param(60, marks=pytest.mark.slow)])
+async def test_sigkill_while_sandboxes_start_leaves_no_process(tmp_path, processes, times):
+    chance = random.Random(times)
+    for _ in range(times):
+        trainer = subprocess.Popen(
+            [sys.executable, "-c", STARTING, str(tmp_path / "state"), "w"], stdout=subprocess.PIPE, text=True
+        )
+        assert await asyncio.to_thread(trainer.stdout.readline) == "begins\n"
+        before = set(processes("--info-fd"))
+        await asyncio.sleep(chance.random() * 0.3)
+        ours = {pid for pid in processes("--info-fd") if session_of(pid) not in map(session_of, before)}
+        trainer.kill()
+        trainer.wait()
+        trainer.stdout.close()
+        for _ in range(100):
+            if not any(Path(f"/proc/{pid}").exists() for pid in ours):
+                break
+            await asyncio.sleep(0.05)
+        assert not [pid for pid in ours if Path(f"/proc/{pid}").exists()]
+
+
+def session_of(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return -1
+
+
 # --- attacks ----------------------------------------------------------------------------------------------------------
 
 

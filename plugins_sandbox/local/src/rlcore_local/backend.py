@@ -82,6 +82,7 @@ class _Started:
     cgroup: ControlGroup = field(default_factory=ControlGroup)
     folder: str | None = None
     info: int | None = None
+    guard: int | None = None
 
     def take_inner(self) -> int | None:
         """A descriptor of process 1 inside, once the sandbox is ready; ``None`` without bubblewrap."""
@@ -138,6 +139,7 @@ class LocalBackend:
         self._check(spec)
         if self.config.isolation == "bubblewrap" and self._machine is None:
             self._machine = await asyncio.to_thread(probe, self.config.bwrap)
+            await asyncio.to_thread(lambda: list(self._records.live()))  # clears away what dead runs left
             if "--disable-userns" not in self._machine.flags:
                 self._warn("this bubblewrap is older than 0.8: commands in the sandbox can make user namespaces")
         sandbox_id = f"local-{secrets.token_hex(8)}"
@@ -152,8 +154,9 @@ class LocalBackend:
             await finished(asyncio.ensure_future(self._undo(sandbox_id, made)))
             raise
         finally:
-            if made.info is not None:
-                os.close(made.info)
+            for fd in (made.info, made.guard):
+                if fd is not None:
+                    os.close(fd)
         self._open.add(sandbox)
         return sandbox
 
@@ -265,6 +268,8 @@ class LocalBackend:
             folder=made.folder,
         )
         self._records.add(record)
+        assert made.guard is not None
+        os.write(made.guard, b"1")
         return LocalSandbox(
             sandbox_id,
             process=process,
@@ -279,6 +284,8 @@ class LocalBackend:
     async def _spawn(self, settings: dict[str, Any], made: _Started) -> asyncio.subprocess.Process:
         """Start the process; with bubblewrap, ``made.info`` will say which process is process 1 inside."""
         made.info, info_write = os.pipe()
+        guard_read, made.guard = os.pipe()
+        settings["guard"] = guard_read
         try:
             if self.config.isolation == "bubblewrap":
                 settings["argv"][1:1] = ["--info-fd", str(info_write)]
@@ -294,7 +301,7 @@ class LocalBackend:
                     stderr=subprocess.PIPE,
                     env={},
                     cwd="/",
-                    pass_fds=(info_write,) if self.config.isolation == "bubblewrap" else (),
+                    pass_fds=(guard_read, info_write) if self.config.isolation == "bubblewrap" else (guard_read,),
                     start_new_session=True,
                     limit=MAX_HEADER,
                 )
@@ -305,6 +312,7 @@ class LocalBackend:
                 made.process = starting.result()
         finally:
             os.close(info_write)
+            os.close(guard_read)
         return made.process
 
     def _bubblewrap(self, spec: SandboxSpec, uid: int, disk: int) -> list[str]:
@@ -419,7 +427,7 @@ def probe(bwrap: str) -> _Machine:
     argv = [path, *flags, "--uid", "1000", "--gid", "1000", *system, python, "-I", "-S", "-c", "pass"]
     reason = ""
     for uid in (UNPRIVILEGED, None) if os.getuid() == 0 else (None,):
-        settings = {"cgroups": [], "cores": None, "uid": uid, "argv": argv}
+        settings = {"guard": None, "cgroups": [], "cores": None, "uid": uid, "argv": argv}
         tried = subprocess.run(
             [sys.executable, "-I", "-S", str(HERE / "launch.py"), json.dumps(settings)],
             stdin=subprocess.DEVNULL,
