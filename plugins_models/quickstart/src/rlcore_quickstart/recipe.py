@@ -92,7 +92,7 @@ class QuickstartRecipe:
             "sandbox": {"name": "local", "memory_mb": 256, "disk_mb": 16},
             "policy": {"name": "embedded"},
             "engine": {"name": "embedded"},
-            "trainer": {"name": "torch", "lr": 4e-4 if tiny else 4e-5},
+            "trainer": {"name": "torch", "lr": 2e-4 if tiny else 4e-5},
             "advantage": {"name": "grpo"},
             "correction": {"name": "token_tis"},
             "loss": {"name": "ppo_clip"},
