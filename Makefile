@@ -23,7 +23,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 # One idempotent target installs every member, editable; it runs again when a member's pyproject.toml changes.
-$(STAMP): constraints.txt tools/dev-requirements.txt pyproject.toml $(addsuffix pyproject.toml,$(addsuffix /,$(patsubst %/,%,$(MEMBERS)))) tools/install.sh
+$(STAMP): constraints.txt tools/dev-requirements.txt $(addsuffix pyproject.toml,$(addsuffix /,$(patsubst %/,%,$(MEMBERS)))) tools/install.sh
 	PYTHON=$(PYTHON) sh tools/install.sh $(VENV) $(MEMBERS)
 	touch $@
 
