@@ -20,8 +20,9 @@ class SoftClip:
         if logprobs.shape != batch.mask.shape:
             raise ValueError(f"{logprobs.numel()} log-probs for a batch of {batch.mask.numel()} tokens")
         kept = corrected.mask
-        ratio = (logprobs[kept] - batch.old_logprobs[kept].detach()).clamp(max=20.0).exp()
+        ratio = (logprobs[kept] - batch.old_logprobs[kept].detach()).double().clamp(max=20.0).exp()
+        # in float64: where tanh is flat, its slope is a difference of nearly equal numbers
         bent = 1 + self.width * ((ratio - 1) / self.width).tanh()
         weights = (corrected.weights[kept] * token_weights[kept]).detach()
         metrics = {"soft_clip_bend": Mean((ratio - bent).detach().abs().sum(), kept.sum())}
-        return LossOutput(-(bent * batch.advantages[kept].detach() * weights).sum(), metrics)
+        return LossOutput(-(bent * batch.advantages[kept].detach() * weights).sum().float(), metrics)
