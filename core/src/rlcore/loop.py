@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -169,15 +169,15 @@ class _Run:
         unseen = self._build("taskset", config.eval.unseen.taskset).load() if config.eval.unseen else ()
         self.progress.phase("starting the engine")
         engine: Engine = self._build("engine", config.engine)
-        stack.push_async_callback(_bounded, engine.aclose)
+        stack.push_async_callback(self._close, engine.aclose)
         await engine.start(context)
         context = RunContext(context.run_id, context.run_dir, context.seed, context.model, engine)
         policy: PolicyClient = self._build("policy", config.policy)
-        stack.push_async_callback(_bounded, policy.aclose)
+        stack.push_async_callback(self._close, policy.aclose)
         await policy.start(context)
         self.progress.phase("loading the trainer")
         trainer: Trainer = self._build("trainer", config.trainer)
-        stack.push_async_callback(_bounded, trainer.aclose)
+        stack.push_async_callback(self._close, trainer.aclose)
         await trainer.start(context)
         if checkpoint is not None:
             await trainer.load(checkpoint)
@@ -203,6 +203,15 @@ class _Run:
             unseen=unseen,
         )
 
+    async def _close(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Close one part of the run; one that hangs or fails is an alarm and does not keep the others from closing."""
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await close()
+        except (TimeoutError, RlcoreError) as error:
+            what = f"no end within {CLOSE_SECONDS:g} s" if isinstance(error, TimeoutError) else str(error)
+            self._alarm({"kind": "close", "message": f"{getattr(close, '__qualname__', close)}: {what}"})
+
     async def _lease(self, stack: AsyncExitStack) -> SandboxLease | None:
         if self.config.sandbox is None:
             return None
@@ -215,7 +224,7 @@ class _Run:
             creates_in_flight=self.config.rollout.sandbox_creates,
             pool=self.config.rollout.sandbox_pool,
         )
-        stack.push_async_callback(_bounded, lease.aclose)
+        stack.push_async_callback(self._close, lease.aclose)
         return lease
 
     def _runner(
@@ -270,8 +279,9 @@ class _Run:
                 await _beside(producer, self._step(parts, scheduler, order))
         finally:
             producer.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await producer
+            await asyncio.wait([producer])
+            if not producer.cancelled() and (error := producer.exception()) is not None:
+                self._alarm({"kind": "scheduler", "message": f"the scheduler failed: {_first(error)}"})
         if self.state.step and not self._saved(self.state.step):
             await self._save(parts, order)
 
@@ -542,13 +552,6 @@ async def _beside(producer: asyncio.Task[None], work: Awaitable[T]) -> T:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-
-
-async def _bounded(close: Any) -> None:
-    """Close one part of the run; a part that hangs or fails does not keep the others from closing."""
-    with suppress(TimeoutError, RlcoreError):
-        async with asyncio.timeout(CLOSE_SECONDS):
-            await close()
 
 
 def _first(error: BaseException | None) -> BaseException:
