@@ -11,12 +11,16 @@ echo "installing into $venv (the first time takes a few minutes)"
 # PyTorch first, so that nothing else chooses its build: the CPU build, unless there is a GPU.
 if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     torch=$(grep '^torch==' constraints.txt)
-    cpu_index=""
-    if ! nvidia-smi -L >/dev/null 2>&1 && $pip install --dry-run "$torch" | grep -qi nvidia; then
-        cpu_index="--index-url https://download.pytorch.org/whl/cpu"
-    fi
-    # shellcheck disable=SC2086
-    $pip install -q $cpu_index "$torch"
+    plan=$($pip install --dry-run "$torch")
+    case $plan in
+    *nvidia*)
+        # pip would take the build for GPUs, which is several gigabytes: the CPU build has an index of its own
+        nvidia-smi -L >/dev/null 2>&1 ||
+            $pip install -q --retries 1 --index-url https://download.pytorch.org/whl/cpu "$torch" ||
+            echo "the index of CPU builds cannot be reached; taking the build for GPUs, which runs on CPUs too" >&2
+        ;;
+    esac
+    "$venv/bin/python" -c 'import torch' 2>/dev/null || $pip install -q "$torch"
 fi
 editable=""
 for member in "$@"; do editable="$editable -e ${member%/}"; done
