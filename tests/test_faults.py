@@ -141,8 +141,6 @@ ONE_ENGINE = "not yet: a run has one engine; a trainer with several will need it
 
 NOT_TESTED = {
     "SYN-06": ONE_ENGINE,
-    "SYN-07": ONE_ENGINE,
-    "SYN-09": "not applicable: an update pauses requests in their place; stale ones are not aborted",
     "LOOP-02": NATIVE_TOOL_CALLS,
     "LOOP-04": NATIVE_TOOL_CALLS,
     "LOOP-07": NATIVE_TOOL_CALLS,

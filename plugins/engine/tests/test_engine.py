@@ -518,3 +518,47 @@ async def test_a_model_that_is_not_there_is_named(tmp_path, path):
     engine = EmbeddedEngine(EmbeddedEngine.Config())
     with pytest.raises(ConfigError, match=r"model\.path"):
         await engine.start(RunContext("run", tmp_path, 0, {"path": path and str(tmp_path / path)}))
+
+
+@pytest.mark.fault("SYN-07")
+@pytest.mark.parametrize("updates_before_the_second", [0, 1])
+async def test_clients_for_training_and_evaluation_both_see_every_version(start, tmp_path, updates_before_the_second):
+    """Two clients on one engine, made in either order with an update: neither is left at an older version."""
+    async with start() as engine:
+        clients = [await policy_of(engine, tmp_path)]
+        if updates_before_the_second:
+            await engine.update_weights(5, new_weights(engine).items())
+        clients.append(await policy_of(engine, tmp_path))
+        if not updates_before_the_second:
+            await engine.update_weights(5, new_weights(engine).items())
+        versions = [(await client.complete(ask([5, 6], id=f"r{n}"))).policy_version for n, client in enumerate(clients)]
+        assert versions == [5, 5]
+        for client in clients:
+            await client.aclose()
+
+
+@pytest.mark.fault("SYN-09")
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_aborts_in_any_order_with_an_update_end_what_they_name_and_nothing_else(start, until, family):
+    """Aborted before the pause, while paused and after the update: the engine lives, the others go on."""
+    async with start(family) as engine:
+        tasks = {
+            name: asyncio.create_task(engine.generate([5, 6], max_tokens=200, ignore_stops=True, request_id=name))
+            for name in ("before", "paused", "after", "kept")
+        }
+        await until(lambda: engine.worker.stats.generated_tokens > 4)
+        await engine.abort("before")
+        await engine.pause()
+        await engine.abort("paused")
+        await engine.update_weights(1, new_weights(engine).items())
+        await engine.flush()
+        await engine.abort("after")
+        await engine.resume()
+        done = {name: await task for name, task in tasks.items()}
+        assert {name: request.finish for name, request in done.items()} == {
+            **dict.fromkeys(("before", "paused", "after"), FinishReason.ABORT),
+            "kept": FinishReason.LENGTH,
+        }
+        assert len(done["kept"].out) == 200
+        assert await engine.running() == frozenset()
+        assert engine.version == 1
