@@ -474,7 +474,10 @@ class Trainer(Protocol):
         ...
 
     async def save(self, directory: Path) -> None:
-        """Write everything that :meth:`load` needs (weights, optimizer, RNG). The caller makes it atomic."""
+        """Write everything that :meth:`load` needs (weights, optimizer, RNG). The caller makes it atomic.
+
+        Raises ``OSError`` if the disk is full or refuses; the run then ends with one clear error.
+        """
         ...
 
     async def load(self, directory: Path) -> None:

@@ -131,6 +131,67 @@ async def test_a_checkpoint_of_another_model_or_a_broken_one_is_refused(
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.weights())
 
 
+FULL_DISK = """
+import asyncio, resource, sys
+from pathlib import Path
+from rlcore.errors import RunFailed
+from rlcore.learn import checkpoints
+from rlcore.types import RunContext
+from rlcore_torch import checkpoint
+from rlcore_torch.trainer import TorchTrainer
+
+model, folder, before = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+written, save_file = [], checkpoint.save_file
+
+def fill():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+def save_then_fill(tensors, path):
+    save_file(tensors, path)
+    written.append(path)
+    if len(written) == before:
+        fill()
+
+async def main():
+    trainer = TorchTrainer(TorchTrainer.Config(device="cpu"))
+    await trainer.start(RunContext("test", folder, 0, {"path": model, "dtype": "float32"}))
+    optimizer = trainer._worker.optimizer
+    for name in optimizer.masters:
+        optimizer._moments(name)  # as after a step
+    await checkpoints.save(folder, 1, {}, trainer.save, keep=1)
+    checkpoint.save_file = save_then_fill
+    if before == 0:
+        fill()
+    try:
+        await checkpoints.save(folder, 2, {}, trainer.save, keep=1)
+    except RunFailed as error:
+        print(error)
+    fill()
+    try:
+        await trainer.export(folder / "export")
+    except OSError as error:
+        print(error)
+    await trainer.load(checkpoints.latest(folder)[0])
+    await trainer.aclose()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("before", range(3), ids=["masters.safetensors", "moments.safetensors", "trainer.pt"])
+def test_a_disk_that_is_full_is_one_clear_error_and_leaves_the_last_checkpoint(model_folder, tmp_path, request, before):
+    """The disk takes no more than 4 KiB a file after ``before`` files; a checkpoint is the new one or the old one."""
+    script = [sys.executable, "-c", FULL_DISK, str(model_folder()), str(tmp_path), str(before)]
+    done = subprocess.run(script, capture_output=True, text=True, check=True, timeout=300)
+    failed, exported = done.stdout.splitlines()
+    assert failed.startswith(f"checkpoint of step 2 could not be written to {tmp_path}: ")
+    assert request.node.callspec.id in failed
+    assert "File too large" in failed
+    assert str(tmp_path / "export") in exported
+    assert "File too large" in exported
+    assert [path.name for path in tmp_path.glob("*step-*")] == ["step-000001"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox", "gemma2"])
 @pytest.mark.anyio

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import random
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +17,31 @@ from safetensors.torch import load_file, save_file
 
 from rlcore_torch.adamw import MasterAdamW
 
-__all__ = ["load", "save"]
+__all__ = ["load", "save", "writing"]
 
 MASTERS = "masters.safetensors"
 MOMENTS = "moments.safetensors"
 STATE = "trainer.pt"
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name ``path`` in the ``OSError`` of a full or refusing disk, for which safetensors has a class of its own."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) and not re.search("i/?o ?error", str(error), re.IGNORECASE):
+            raise
+        raise OSError(f"{path}: {error}") from error
+
+
 def save(directory: Path, optimizer: MasterAdamW) -> None:
-    """Write the three files; the caller makes the directory atomic."""
+    """Write the three files; the caller makes the directory atomic. Raises ``OSError`` if the disk is full or refuses."""
     directory.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in optimizer.masters.items()}, directory / MASTERS)
-    save_file(optimizer.state_dict(), directory / MOMENTS)
+    with writing(directory / MASTERS):
+        save_file({name: tensor.contiguous() for name, tensor in optimizer.masters.items()}, directory / MASTERS)
+    with writing(directory / MOMENTS):
+        save_file(optimizer.state_dict(), directory / MOMENTS)
     kind, keys, position, has_gauss, cached = np.random.get_state()
     state = {
         "updates": optimizer.updates,
@@ -33,7 +50,10 @@ def save(directory: Path, optimizer: MasterAdamW) -> None:
         "numpy_rng": (kind, keys.tolist(), position, has_gauss, cached),
         "python_rng": random.getstate(),
     }
-    torch.save(state, directory / STATE)
+    packed = io.BytesIO()  # torch's own writer of files hides the disk's reason
+    torch.save(state, packed)
+    with writing(directory / STATE):
+        (directory / STATE).write_bytes(packed.getbuffer())
 
 
 def load(directory: Path, optimizer: MasterAdamW) -> None:

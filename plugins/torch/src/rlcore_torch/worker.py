@@ -110,7 +110,8 @@ class Worker:
 
     def export(self, directory: Path) -> None:
         """Write a Hugging Face folder."""
-        self.model.export(directory)
+        with checkpoint.writing(directory):
+            self.model.export(directory)
 
 
 def _device(name: str) -> torch.device:
