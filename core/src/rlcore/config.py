@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from rlcore.errors import ConfigError
@@ -103,7 +103,11 @@ class ModelSection(Section):
 
 
 class RolloutSection(Section):
-    """How attempts are made. One step trains ``tasks_per_step`` groups of ``samples_per_task`` attempts."""
+    """How attempts are made. One step trains ``tasks_per_step`` groups of ``samples_per_task`` attempts.
+
+    ``top_p`` below 1 is refused: engines sample from what it leaves, and a trainer knows of a batch the temperature alone
+    (:class:`rlcore.types.Batch`), so its log-probs would be of another distribution than the tokens.
+    """
 
     tasks_per_step: int = Field(8, ge=1)
     samples_per_task: int = Field(8, ge=1)
@@ -117,6 +121,16 @@ class RolloutSection(Section):
     min_group: int = Field(2, ge=1, description="attempts with a verdict that a group needs to be trained")
     sandbox_creates: int = Field(8, ge=1, description="sandboxes that are created at the same time")
     sandbox_pool: int = Field(0, ge=0, description="sandboxes of each kind that are started ahead of need")
+
+    @field_validator("top_p")
+    @classmethod
+    def _samples_what_is_trained(cls, value: float) -> float:
+        if value != 1.0:
+            raise ValueError(
+                f"{value:g} would sample from the most likely tokens alone, while the trainer's log-probs are of all of them: "
+                "leave it at 1 and sharpen with rollout.temperature; attempts.top_p of `rlcore eval` may be lower"
+            )
+        return value
 
     @model_validator(mode="after")
     def _groups_can_be_full(self) -> RolloutSection:

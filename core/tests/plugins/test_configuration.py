@@ -326,6 +326,10 @@ def test_all_errors_come_at_once_each_with_its_source(plugins: Plugins) -> None:
             ["budget.tokens_per_turn=9", "budget.tokens_per_session=8"],
             "budget: tokens_per_turn=9 is above tokens_per_s",
         ),
+        (
+            ["rollout.top_p=0.95"],
+            "rollout.top_p: 0.95 would sample from the most likely tokens alone, while the trainer's",
+        ),
         (["rollout.min_group=9"], "rollout: min_group=9 is above samples_per_task=8"),
         (["eval.every=1"], "eval: an evaluation needs held-out tasks: set eval.taskset.name (--set eval.every)"),
         (["budget.seconds=inf"], "budget.seconds: should be a finite number"),
