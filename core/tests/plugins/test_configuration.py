@@ -15,7 +15,7 @@ from rlcore import hookimpl
 from rlcore.config import Secret
 from rlcore.errors import ConfigError, PluginError
 from rlcore.plugins import KINDS, Plugin, Plugins
-from rlcore.resolve import Layer, Resolved, file_layer, resolve, set_layer
+from rlcore.resolve import Layer, Resolved, build_options, file_layer, resolve, set_layer
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -354,6 +354,24 @@ def test_without_a_recipe_everything_that_is_missing_is_named(plugins: Plugins) 
 def test_a_setting_that_is_none_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match="write it as KEY=VALUE"):
         set_layer([setting])
+
+
+def test_options_of_single_sections_are_typed_and_refused_as_in_a_run(plugins: Plugins) -> None:
+    sections = {"sandbox": Thing.Config, "loss": Other.Config}
+    below = file(sandbox={"count": 2, "low": 0.5})
+    built = build_options(plugins, [below, set_layer(["count=7", "sandbox.high=1e0"], "sandbox")], sections)
+    assert built == {"sandbox": Thing.Config(count=7, low=0.5, high=1.0), "loss": Other.Config()}
+    wrong = ["sandbox.cuont=7", "sandbox.count=x", "loss.clpi=1"]
+    with pytest.raises(ConfigError) as error:
+        build_options(plugins, [set_layer(wrong)], sections)
+    of_a_run = errors(plugins, "sandbox.name=thing", "loss.name=other", *wrong)
+    assert sorted(line.strip() for line in str(error.value).splitlines()[1:]) == sorted(of_a_run)
+    with pytest.raises(ConfigError, match=r"^sandbx: unknown key; did you mean 'sandbox'\? \(--set sandbx.count\)$"):
+        build_options(plugins, [set_layer(["sandbx.count=1"])], sections)
+    with pytest.raises(ConfigError, match=r"^loss: should be a table of keys, as in loss.KEY=VALUE \(--set loss\)$"):
+        build_options(plugins, [set_layer(["loss=1"])], sections)
+    with pytest.raises(ConfigError, match=r"^--set loss.clip: write it as loss.KEY=VALUE$"):
+        set_layer(["clip"], "loss")
 
 
 def test_files_that_cannot_be_read_are_errors_that_name_them(tmp_path: Path) -> None:

@@ -64,9 +64,16 @@ def test_show_gives_numbers_and_a_picture(tmp_path):
     ("arguments", "message"),
     [
         (["tokn_tis"], "did you mean 'token_tis'?"),
-        (["token_tis", "--set", "hihg=3"], "hihg"),
-        (["token_tis", "--set", "high=x"], "high"),
-        (["token_tis", "--set", "high"], "write KEY=VALUE"),
+        (
+            ["token_tis", "--set", "hihg=3"],
+            "correction.hihg: unknown key; did you mean 'high'? (--set correction.hihg)",
+        ),
+        (
+            ["token_tis", "--set", "high=x"],
+            'correction.high: should be a valid number, not "x" (--set correction.high)',
+        ),
+        (["token_tis", "--set", "high"], "--set correction.high: write it as correction.KEY=VALUE"),
+        (["chain", "--set", 'steps=["vetoo"]'], "did you mean 'veto'? (--set correction.steps)"),
         (["token_tis", "--set", "low=3"], "low=3 is above ceiling high=2"),
         (["rloo", "--plot", "x.png"], "no curve"),
         (["token_tis", "--plot", "/nowhere/x.png"], "/nowhere/x.png"),

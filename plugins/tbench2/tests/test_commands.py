@@ -63,9 +63,15 @@ def test_check_of_a_good_set_exits_with_0_and_of_none_with_2(rlcore, make_folder
         (["list", "/nowhere"], "/nowhere: no such folder of tasks"),
         (
             ["list", "SET", "--set", "taskset.slcie=[:1]"],
-            "taskset.slcie: Extra inputs are not permitted; did you mean 'slice'?",
+            "taskset.slcie: unknown key; did you mean 'slice'? (--set taskset.slcie)",
         ),
-        (["list", "SET", "--set", "loss.x=1"], "write sandbox.KEY=VALUE, taskset.KEY=VALUE or grader.KEY=VALUE"),
+        (["list", "SET", "--set", "loss.x=1"], "loss: unknown key; there is: taskset (--set loss.x)"),
+        (["list", "SET", "--set", "taskset=x"], "taskset: should be a table of keys, as in taskset.KEY=VALUE"),
+        (
+            ["oracle", "SET", "--set", "sandbox.memory_md=1"],
+            "sandbox.memory_md: unknown key; did you mean 'memory_mb'?",
+        ),
+        (["oracle", "SET", "--set", "grader.x=1", "--set", "taskset.y=2"], "2 errors in the configuration:"),
         (["oracle", "SET"], "broken/tests/test.sh: missing"),
         (["oracle", "SET", "--sandbox", "moon"], "no sandbox named 'moon'"),
         (["split", "SET", "--eval", "1", "--out", "x"], "broken/tests/test.sh: missing"),

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-from rlcore.errors import ConfigError
-from rlcore.plugins import nearest
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlcore.plugins import Plugins
@@ -23,32 +19,9 @@ def build_backend(plugins: Plugins, name: str, settings: Sequence[str]) -> Sandb
         ConfigError: an option is unknown or wrong.
         PluginError: there is no such backend, or it is broken.
     """
-    from pydantic import ValidationError
+    from rlcore.resolve import build_options, options_class, set_layer
 
-    from rlcore.resolve import options_class
-
-    config_class = options_class(plugins, "sandbox", name)
-    options: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {setting}: write it as KEY=VALUE, for example --set memory_mb=512")
-        options[key.strip().removeprefix("sandbox.")] = _value(text)
-    try:
-        config = config_class(**options)
-    except ValidationError as error:
-        lines = []
-        for detail in error.errors():
-            key = ".".join(map(str, detail["loc"]))
-            hint = nearest(key, config_class.model_fields) if detail["type"] == "extra_forbidden" else ""
-            lines.append(f"--set sandbox.{key}: {detail['msg']}{hint}")
-        raise ConfigError("\n".join(lines)) from None
-    backend: SandboxBackend = plugins.load("sandbox", name)(config)
+    sections = {"sandbox": options_class(plugins, "sandbox", name)}
+    options = build_options(plugins, [set_layer(settings, "sandbox")], sections)["sandbox"]
+    backend: SandboxBackend = plugins.load("sandbox", name)(options)
     return backend
-
-
-def _value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text

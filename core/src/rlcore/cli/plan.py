@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -21,9 +22,9 @@ from rlcore.plan.shapes import Shapes
 from rlcore.plan.steps import Workload, assumptions
 from rlcore.plan.suggest import Suggestions, balanced_split, say, suggest
 from rlcore.plan.training import ADAM_BYTES, Layout
-from rlcore.plugins import nearest
+from rlcore.plugins import Plugins, nearest
 from rlcore.protocols import PlannedRecipe
-from rlcore.resolve import options_class
+from rlcore.resolve import build_options, options_class, set_layer
 
 __all__ = ["plan"]
 
@@ -32,8 +33,6 @@ GROUPS: Mapping[str, type] = {"training": Layout, "serving": Serving, "workload"
 
 SHOWN = 12
 """Suggested layouts in the table."""
-
-Data = TypeVar("Data", Layout, Serving, Workload)
 
 
 def plan(
@@ -61,7 +60,7 @@ def plan(
         request = _of_model(Path(recipe), nodes, gpu)
     else:
         request = _of_recipe(context, recipe, nodes, gpu, config, others)
-    request = _changed(request, own)
+    request = _changed(context.obj.plugins, request, own)
     made = make_plan(request)
     found = (
         suggest(request.shapes, request.layout, request.gpu, request.work, request.gpus_per_node) if search else None
@@ -124,27 +123,15 @@ def _of_recipe(
     return _of_model(Path(model), nodes, gpu)
 
 
-def _divide(sets: Sequence[str]) -> tuple[list[tuple[str, str, str]], list[str]]:
-    """Settings of the plan (group, key, value), and the others."""
-    own: list[tuple[str, str, str]] = []
-    others: list[str] = []
-    for setting in sets:
-        key, equals, value = setting.partition("=")
-        group, dot, name = key.strip().partition(".")
-        if group in GROUPS and dot and equals:
-            own.append((group, name, value))
-        else:
-            others.append(setting)
-    return own, others
+def _divide(sets: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Settings of the plan, and the others."""
+    own = [setting for setting in sets if setting.lstrip().startswith(tuple(f"{group}." for group in GROUPS))]
+    return own, [setting for setting in sets if setting not in own]
 
 
-def _changed(request: PlanRequest, settings: Sequence[tuple[str, str, str]]) -> PlanRequest:
-    changes: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
-    for group, name, value in settings:
-        hints = get_type_hints(GROUPS[group])
-        if name not in hints:
-            raise ConfigError(f"--set {group}.{name}: unknown key{nearest(name, hints)}")
-        changes[group][name] = _read(f"{group}.{name}", value, hints[name])
+def _changed(plugins: Plugins, request: PlanRequest, settings: Sequence[str]) -> PlanRequest:
+    built = build_options(plugins, [set_layer(settings)], {group: _options(group) for group in GROUPS})
+    changes = {group: options.model_dump(exclude_unset=True) for group, options in built.items()}
     training = changes["training"]
     if training.get("pp") and "split" not in training:
         training["split"] = balanced_split(request.shapes, training["pp"])
@@ -156,29 +143,28 @@ def _changed(request: PlanRequest, settings: Sequence[tuple[str, str, str]]) -> 
     )
 
 
-def _read(key: str, text: str, wanted: Any) -> Any:
+def _options(group: str) -> Any:
+    """What ``--set`` can change of a part of the plan, and within which bounds."""
+    from pydantic import BeforeValidator, ConfigDict, Field, create_model
+
+    kinds: Mapping[Any, Any] = {
+        int: Annotated[int, Field(ge=0)],
+        float: Annotated[float, Field(ge=0, allow_inf_nan=False)],
+        str: Literal["full", "none"],
+        tuple[int, ...]: Annotated[tuple[int, ...], BeforeValidator(_split_of)],
+    }
+    fields = {name: (kinds.get(wanted, wanted), None) for name, wanted in get_type_hints(GROUPS[group]).items()}
+    return create_model(group, __config__=ConfigDict(extra="forbid"), **fields)  # type: ignore[call-overload]
+
+
+def _split_of(value: Any) -> Any:
+    """``18-20-20-20`` (also with commas) as numbers."""
+    if isinstance(value, list):
+        return value
     try:
-        if wanted is int:
-            number = int(text.replace("_", ""))
-            if number < 0:
-                raise ValueError
-            return number
-        if wanted is float:
-            value = float(text)
-            if not 0 <= value < float("inf"):
-                raise ValueError
-            return value
-        if wanted is bool:
-            return {"true": True, "false": False}[text.lower()]
-        if wanted is str:
-            if text not in ("full", "none"):
-                raise ValueError
-            return text
-        return tuple(int(part) for part in text.strip("[]() ").replace(",", "-").split("-")) if text else ()
-    except (ValueError, KeyError):
-        kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "full or none"}
-        wanted_text = kinds.get(wanted, "layers of each stage, as in 18-20-20-20")
-        raise ConfigError(f"--set {key}: {text!r} is not {wanted_text}") from None
+        return [int(part) for part in re.split("[-,]", str(value)) if value != ""]
+    except ValueError:
+        raise ValueError(f"should be layers of each stage, as in 18-20-20-20, not {value!r}") from None
 
 
 def _print(made: Plan) -> None:

@@ -1,12 +1,21 @@
 """From layers to a run's configuration: recipe < TOML files < ``--set``; all errors at once, each with key and source."""
 
 from rlcore.resolve._layers import Layer, file_layer, set_layer
-from rlcore.resolve._resolve import Resolved, absent, offered_sections, options_class, resolve, resolve_evaluation
+from rlcore.resolve._resolve import (
+    Resolved,
+    absent,
+    build_options,
+    offered_sections,
+    options_class,
+    resolve,
+    resolve_evaluation,
+)
 
 __all__ = [
     "Layer",
     "Resolved",
     "absent",
+    "build_options",
     "file_layer",
     "offered_sections",
     "options_class",

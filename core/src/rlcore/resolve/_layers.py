@@ -44,8 +44,10 @@ def file_layer(path: str | Path) -> Layer:
         raise ConfigError(f"configuration file {path}: {error}") from error
 
 
-def set_layer(settings: Sequence[str]) -> Layer:
+def set_layer(settings: Sequence[str], section: str = "") -> Layer:
     """The layer of ``--set KEY=VALUE`` options; of two with one key, the later one counts.
+
+    ``section``: every key belongs to it, whether it says so or not (``memory_mb`` is ``sandbox.memory_mb``).
 
     A value is read as the type of its key wants it: for text, every character counts (``image=1.10`` stays "1.10");
     numbers may be written ``1e-6``, ``1_000`` or ``.5``; tables and lists as in TOML; ``null`` where a key may be empty.
@@ -57,12 +59,15 @@ def set_layer(settings: Sequence[str]) -> Layer:
     sources: dict[Key, str] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
+        if section and not key.strip().startswith(f"{section}."):
+            key = f"{section}.{key.strip()}"
         try:
             parts = tuple(_leaf(tomllib.loads(f"{key} = 0"))) if equals else ()
         except tomllib.TOMLDecodeError:
             parts = ()
         if not parts:
-            raise ConfigError(f"--set {key}: write it as KEY=VALUE, for example --set rollout.temperature=0.8")
+            example = f"{section}.KEY=VALUE" if section else "KEY=VALUE, for example --set rollout.temperature=0.8"
+            raise ConfigError(f"--set {key}: write it as {example}")
         nested: Any = Text(text)
         for part in reversed(parts):
             nested = {part: nested}

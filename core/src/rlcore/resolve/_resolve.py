@@ -130,6 +130,31 @@ def options_class(plugins: Plugins, kind: str, name: str) -> type[BaseModel]:
     return config
 
 
+def build_options(plugins: Plugins, layers: Sequence[Layer], sections: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
+    """Typed options of sections by themselves, for commands that need no whole configuration; later layers win.
+
+    Args:
+        plugins: where nested names are looked up.
+        layers: of these sections.
+        sections: the class of each section's options; other sections are errors.
+
+    Raises:
+        ConfigError: every error of every section, with key, source and nearest valid name.
+    """
+    merged = _Merged(plugins, layers)
+    for name in merged.values.keys() - sections.keys():
+        merged.note((name,), f"unknown key{nearest(name, sections)}")
+    built: dict[str, Any] = {}
+    for name, model in sections.items():
+        values = merged.values.get(name, {})
+        if isinstance(values, dict):
+            built[name] = merged.validate(model, values, (name,))
+        else:
+            merged.note((name,), f"should be a table of keys, as in {name}.KEY=VALUE")
+    merged.fail()
+    return built
+
+
 class _Merged:
     """Layers laid over each other: their values, where each came from, and what is wrong with them."""
 
@@ -178,7 +203,7 @@ class _Merged:
                 named(("trackers", str(number)), "tracker", section) if isinstance(section, dict) else section
                 for number, section in enumerate(trackers)
             ]
-        config = self._validate(self.schema, values, ())
+        config = self.validate(self.schema, values, ())
         self.fail()
         assert config is not None
         for key, instance in options.items():
@@ -192,31 +217,33 @@ class _Merged:
         """The typed options of a section, or ``None`` after noting what is wrong with it."""
         name = read(section.get("name"), str)
         if not isinstance(name, str) or not name:
-            self._note((*key, "name"), f"names no {kind}{nearest('', self.plugins.names(kind))}")
+            self.note((*key, "name"), f"names no {kind}{nearest('', self.plugins.names(kind))}")
             return None
         try:
             model = options_class(self.plugins, kind, name)
         except PluginError as error:
-            self._note((*key, "name"), str(error))
+            self.note((*key, "name"), str(error))
             return None
-        return self._validate(model, {key: value for key, value in section.items() if key != "name"}, key)
+        return self.validate(model, {key: value for key, value in section.items() if key != "name"}, key)
 
-    def _validate(self, model: type[_Model], values: Mapping[str, Any], section: Key) -> _Model | None:
+    def validate(self, model: type[_Model], values: Mapping[str, Any], section: Key) -> _Model | None:
         """Strictly, as JSON: text is no number, a number is no text, a list may be a tuple or a set."""
         values = {key: typed(value, field_of(model, key)) for key, value in values.items()}
         if model.model_config.get("extra") not in ("allow", "forbid"):
             for key in values.keys() - keys(model):
-                self._note((*section, key), f"unknown key{nearest(key, keys(model))}")
+                self.note((*section, key), f"unknown key{nearest(key, keys(model))}")
         try:
             text = json.dumps(values, default=str)
             return model.model_validate_json(text, strict=True, context={"plugins": self.plugins})
         except ValidationError as error:
             for detail in error.errors(include_url=False):
                 inside, holder = place(detail["loc"], values, model)
-                self._note((*section, *inside), say(detail, holder))
-            return None
+                self.note((*section, *inside), say(detail, holder))
+        except PluginError as error:  # a name in the options
+            self.note(section, str(error))
+        return None
 
-    def _note(self, key: Key, message: str) -> None:
+    def note(self, key: Key, message: str) -> None:
         """Note an error with the source of its key; of a key that is missing, with those of its section."""
         found: set[str] = set()
         for depth in range(len(key), 0, -1):
@@ -224,6 +251,7 @@ class _Merged:
             found = {source for k, source in self.sources.items() if k[:depth] == above or k == above[: len(k)]}
             if found:
                 break
+        found.discard("")
         self.errors.append(f"{'.'.join(key)}: {message}" + (f" ({', '.join(sorted(found))})" if found else ""))
 
     def fail(self) -> None:

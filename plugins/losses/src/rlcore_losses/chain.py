@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from functools import cache
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_serializer, model_validator
-from rlcore.errors import RlcoreError
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_serializer, model_validator
+from rlcore.errors import ConfigError, RlcoreError
 from rlcore.plugins import Plugins, load_plugins
 from rlcore.protocols import Corrected
+from rlcore.resolve import Layer, build_options
 from rlcore.types import MicroBatch
 
 from rlcore_losses import _packed as packed
@@ -45,15 +45,12 @@ class Step(BaseModel):
         given = {"name": value} if isinstance(value, str) else dict(value)
         if not isinstance(name := given.pop("name", None), str):
             raise ValueError("every step of a chain has a name, as in {name = 'veto'}")
-        target = ((info.context or {}).get("plugins") or own_plugins()).load("correction", name)
+        plugins = (info.context or {}).get("plugins") or own_plugins()
+        target = plugins.load("correction", name)
         try:
-            options = target.Config.model_validate_json(json.dumps(given), strict=True, context=info.context)
-        except ValidationError as error:
-            found = "; ".join(
-                f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}".lstrip(": ")
-                for e in error.errors()
-            )
-            raise ValueError(f"{name}: {found}") from None
+            options = build_options(plugins, [Layer("", {name: given})], {name: target.Config})[name]
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         return {"name": name, "options": options, "target": target}
 
     @model_serializer

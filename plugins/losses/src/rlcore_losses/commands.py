@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from rlcore.cli.app import LazyGroup
-from rlcore.errors import ConfigError
 from rlcore.plugins import Plugins
+from rlcore.resolve import build_options, set_layer
 
 from rlcore_losses.catalog import KINDS, Entry, describe, find, listed
 from rlcore_losses.curves import curves, draw, plot_text
@@ -40,19 +40,19 @@ def show(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="As the configuration calls it.")],
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option for the plot; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", "-s", metavar="KEY=VALUE", help="An option for the plot; may be repeated."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the curve into this file (PNG, SVG, PDF).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Formula, log-prob families, options, and weight or gradient against the log-ratio."""
     plugins: Plugins = context.obj.plugins
-    options = dict(_setting(text) for text in settings or ())
     shown = []
     for kind, cls in find(plugins, name).items():
         offer = plugins.offer(kind, name)
         entry = describe(kind, offer.name, offer.distribution or offer.plugin, cls)
-        piece = _built(entry, cls, options)
+        piece = _built(plugins, entry, cls, settings or ())
         shown.append((entry, curves(kind, piece) if piece is not None else []))
     if plot is not None:
         entry, lines = next(((e, c) for e, c in shown if c), shown[0])
@@ -104,22 +104,8 @@ def _text(entry: Entry) -> str:
     return "\n".join(lines)
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"--set {text}: write KEY=VALUE")
-    try:
-        return key.strip(), json.loads(value)
-    except json.JSONDecodeError:
-        return key.strip(), value
-
-
-def _built(entry: Entry, cls: Any, options: dict[str, Any]) -> Any:
+def _built(plugins: Plugins, entry: Entry, cls: Any, settings: Sequence[str]) -> Any:
     """An instance with these options, or nothing where required ones are missing and none was given."""
-    if not options and any(option.default == "required" for option in entry.options):
+    if not settings and any(option.default == "required" for option in entry.options):
         return None
-    try:
-        return cls(cls.Config(**options))
-    except ValidationError as error:
-        found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}".lstrip(": ") for e in error.errors())
-        raise ConfigError(f"{entry.kind} {entry.name}: {found}") from error
+    return cls(build_options(plugins, [set_layer(settings, entry.kind)], {entry.kind: cls.Config})[entry.kind])

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
-from rlcore.cli import Globals
 from rlcore.cli.app import command_group
 
 __all__ = ["app"]
@@ -22,13 +21,16 @@ Strict = Annotated[bool, typer.Option("--strict", help="Unknown keys of task.tom
 SetOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", "-s", metavar="KEY=VALUE", help="An option of sandbox, taskset or grader: taskset.slice=[:5]"
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        help="An option of the task set (oracle: sandbox, grader too): taskset.slice=[:5]",
     ),
 ]
 
 
 @app.command("list")
-def list_tasks(folder: DirArgument, sets: SetOption = None, as_json: AsJson = False) -> None:
+def list_tasks(context: typer.Context, folder: DirArgument, sets: SetOption = None, as_json: AsJson = False) -> None:
     """The tasks that would run, in order."""
     from rlcore_tbench2.folder import TaskFolder
 
@@ -44,7 +46,7 @@ def list_tasks(folder: DirArgument, sets: SetOption = None, as_json: AsJson = Fa
             "path": str(task.path),
         }
 
-    report = _taskset(folder, sets).report()
+    report = _taskset(context, folder, sets).report()
     rows = [row(task) for task in report.folders]
     if as_json:
         _print_json({"tasks": rows, "skipped": len(report.skipped), "broken": len(report.problems)})
@@ -54,12 +56,18 @@ def list_tasks(folder: DirArgument, sets: SetOption = None, as_json: AsJson = Fa
 
 
 @app.command("check")
-def check(folder: DirArgument, strict: Strict = False, sets: SetOption = None, as_json: AsJson = False) -> int:
+def check(
+    context: typer.Context,
+    folder: DirArgument,
+    strict: Strict = False,
+    sets: SetOption = None,
+    as_json: AsJson = False,
+) -> int:
     """Read every folder: what is broken, what is not supported here, and what to know, one line each.
 
     Exits with 2 if a folder is broken or if there is no task at all.
     """
-    report = _taskset(folder, [*(sets or ()), *(["taskset.strict=true"] if strict else ())]).report()
+    report = _taskset(context, folder, [*(sets or ()), *(["taskset.strict=true"] if strict else ())]).report()
     rows = [{"level": "broken", "path": str(path), "message": message} for path, message in report.problems]
     rows += [{"level": "unsupported", "path": str(path), "message": reason} for path, reason in report.skipped]
     found = report.found
@@ -87,11 +95,11 @@ def check(folder: DirArgument, strict: Strict = False, sets: SetOption = None, a
 
 
 @app.command("stats")
-def stats(folder: DirArgument, sets: SetOption = None, as_json: AsJson = False) -> None:
+def stats(context: typer.Context, folder: DirArgument, sets: SetOption = None, as_json: AsJson = False) -> None:
     """What the tasks ask for: kinds, difficulties, clocks, resources, network, schema versions."""
     from rlcore_tbench2.numbers import statistics_of
 
-    found = statistics_of(_taskset(folder, sets).report())
+    found = statistics_of(_taskset(context, folder, sets).report())
     if as_json:
         _print_json(found)
         return
@@ -143,6 +151,7 @@ def make(
 
 @app.command("split")
 def split(
+    context: typer.Context,
     folder: DirArgument,
     evaluation: Annotated[int, typer.Option("--eval", help="Tasks that are held out.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for train.json and eval.json.")],
@@ -156,7 +165,7 @@ def split(
     """Split tasks into two disjoint parts, written as files for taskset.split; content hashes show later changes."""
     from rlcore_tbench2.split import write_split
 
-    report = _taskset(folder, sets).report()
+    report = _taskset(context, folder, sets).report()
     _refuse_broken(report.problems)
     sizes = write_split(report, out, held_out=evaluation, seed=seed, by=[key.strip() for key in by.split(",") if key])
     if as_json:
@@ -193,14 +202,20 @@ def oracle(
 
     from rlcore_tbench2.grader import TaskGrader
     from rlcore_tbench2.oracle import run_oracle
+    from rlcore_tbench2.taskset import TaskFolders
 
-    known: Globals = context.obj
-    plugins = known.plugins
-    given = _options(sets)
-    backend_class = plugins.load("sandbox", sandbox)
-    backend = backend_class(_build(options_class(plugins, "sandbox", sandbox), given["sandbox"], "sandbox"))
-    grader = TaskGrader(_build(TaskGrader.Config, given["grader"], "grader"))
-    tasks = _taskset(folder, sets).load()
+    plugins = context.obj.plugins
+    options = _options(
+        context,
+        folder,
+        sets,
+        sandbox=options_class(plugins, "sandbox", sandbox),
+        taskset=TaskFolders.Config,
+        grader=TaskGrader.Config,
+    )
+    backend = plugins.load("sandbox", sandbox)(options["sandbox"])
+    grader = TaskGrader(options["grader"])
+    tasks = TaskFolders(options["taskset"]).load()
 
     def show(row: Mapping[str, Any], done: int) -> None:
         verdict = "no verdict" if row["reward"] is None else f"reward {row['reward']:g}"
@@ -240,50 +255,18 @@ def oracle(
     return 0 if ok else 1
 
 
-def _taskset(folder: str, sets: Sequence[str] | None) -> Any:
+def _taskset(context: typer.Context, folder: str, sets: Sequence[str] | None) -> Any:
     from rlcore_tbench2.taskset import TaskFolders
 
-    return TaskFolders(_build(TaskFolders.Config, {"path": folder, **_options(sets)["taskset"]}, "taskset"))
+    return TaskFolders(_options(context, folder, sets, taskset=TaskFolders.Config)["taskset"])
 
 
-def _options(sets: Sequence[str] | None) -> dict[str, dict[str, Any]]:
-    """``taskset.slice=[:5]`` by section; a value is TOML, or text as it stands."""
-    import tomllib
+def _options(context: typer.Context, folder: str, sets: Sequence[str] | None, **sections: Any) -> dict[str, Any]:
+    """The typed options of these sections; the task set's folder is the one on the line."""
+    from rlcore.resolve import Layer, build_options, set_layer
 
-    from rlcore.errors import ConfigError
-
-    sections: dict[str, dict[str, Any]] = {"sandbox": {}, "taskset": {}, "grader": {}}
-    for one in sets or ():
-        key, equals, text = one.partition("=")
-        section, dot, name = key.strip().partition(".")
-        if not equals or not dot or section not in sections:
-            raise ConfigError(f"--set {one}: write sandbox.KEY=VALUE, taskset.KEY=VALUE or grader.KEY=VALUE")
-        try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = text
-        inner = sections[section]
-        *tables, last = name.split(".")
-        for table in tables:
-            inner = inner.setdefault(table, {})
-        inner[last] = value
-    return sections
-
-
-def _build(config: Any, options: Mapping[str, Any], section: str) -> Any:
-    from pydantic import ValidationError
-    from rlcore.errors import ConfigError
-    from rlcore.plugins import nearest
-
-    try:
-        return config(**options)
-    except ValidationError as error:
-        lines = []
-        for one in error.errors():
-            key = ".".join([section, *map(str, one["loc"])])
-            hint = nearest(str(one["loc"][-1]), config.model_fields) if one["type"] == "extra_forbidden" else ""
-            lines.append(f"{key}: {one['msg']}{hint}")
-        raise ConfigError("\n".join(lines)) from None
+    line = Layer("command line", {"taskset": {"path": folder}})
+    return build_options(context.obj.plugins, [line, set_layer(sets or ())], sections)
 
 
 def _refuse_broken(problems: Iterable[tuple[Path, str]]) -> None:
