@@ -365,7 +365,7 @@ def test_a_chain_says_which_step_is_wrong():
         Chain.Config(steps=["tokn_tis"])
     with pytest.raises(ValidationError, match="token_tis.hihg: unknown key; did you mean 'high'"):
         Chain.Config(steps=[{"name": "token_tis", "hihg": 3}])
-    with pytest.raises(ValidationError, match="token_tis: high: Input should be a valid number"):
+    with pytest.raises(ValidationError, match="token_tis.high: should be a valid number"):
         Chain.Config(steps=[{"name": "token_tis", "high": "3"}])
     with pytest.raises(ValidationError, match="different log-probs"):
         Chain.Config(steps=[{"name": "token_tis", "logprobs": "current"}, "veto"])
