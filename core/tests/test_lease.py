@@ -31,7 +31,19 @@ class Box:
 class Provider:
     """A provider that keeps books: what lives, what was deleted how often, how many creates ran at once."""
 
-    def __init__(self, *, seconds=0.0, errors=(), close_error=None, close_seconds=0.0, quota=None, late=False):
+    def __init__(
+        self,
+        *,
+        seconds=0.0,
+        errors=(),
+        close_error=None,
+        close_seconds=0.0,
+        quota=None,
+        late=False,
+        aclose_error=None,
+        aclose_seconds=0.0,
+    ):
+        self.aclose_error, self.aclose_seconds = aclose_error, aclose_seconds
         self.seconds, self.errors, self.quota, self.late = seconds, list(errors), quota, late
         self.close_error, self.close_seconds = close_error, close_seconds
         self.live, self.deleted, self.asked, self.refused = {}, [], [], 0
@@ -76,7 +88,9 @@ class Provider:
         self.live.pop(sandbox_id, None)
 
     async def aclose(self):
-        pass
+        await asyncio.sleep(self.aclose_seconds)
+        if self.aclose_error is not None:
+            raise self.aclose_error
 
 
 @pytest.fixture
@@ -273,6 +287,53 @@ async def test_a_cancelled_episode_still_closes_to_the_end(lease_of):
     with pytest.raises(asyncio.CancelledError):
         await task
     assert (provider.live, provider.deleted) == ({}, ["box-0"])
+
+
+@pytest.mark.fault("SBX-10")
+async def test_a_close_that_is_cancelled_stands_in_the_ledger_as_not_closed(lease_of, tmp_path, caplog):
+    """The lease itself is cut short, by a caller with less patience, while a sandbox closes."""
+    lease = lease_of(Provider(close_seconds=60.0))
+    await lease.sandbox(SandboxSpec(), task_id="t").__aenter__()
+    closing = asyncio.create_task(lease.aclose())
+    await asyncio.sleep(0.05)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert states(tmp_path) == ["creating", "live", "closing", "close_failed"]
+    assert lifetimes(tmp_path / "sandboxes.jsonl")["not_closed"] == ["box-0"]
+    assert (lease.stats.live, lease.stats.close_errors) == (0, 1)
+    assert "box-0 of test: the close was cancelled" in caplog.text
+    with pytest.raises(ValueError, match="closed file"):
+        lease._ledger.write({})
+
+
+async def test_a_backend_that_fails_to_close_is_heard_and_the_ledger_is_closed(lease_of):
+    provider = Provider(aclose_error=InfraError("no engine answers"))
+    lease = lease_of(provider)
+    with pytest.raises(InfraError, match="no engine answers"):
+        await lease.aclose()
+    with pytest.raises(ValueError, match="closed file"):
+        lease._ledger.write({})
+    provider.aclose_error = None
+
+
+@pytest.mark.fault("SBX-10")
+async def test_closing_takes_no_longer_than_its_bound(lease_of, tmp_path, caplog):
+    """Sandboxes whose close hangs, a create that heeds no cancel and a backend that hangs, all at once."""
+    provider = Provider(close_seconds=60.0, aclose_seconds=60.0)
+    lease = lease_of(provider, close_seconds=0.2)
+    for _ in range(2):
+        await lease.sandbox(SandboxSpec(), task_id="t").__aenter__()
+    provider.seconds, provider.late = 60.0, True
+    creating = asyncio.create_task(lease.sandbox(SandboxSpec(), task_id="t").__aenter__())
+    await asyncio.sleep(0.05)
+    creating.cancel()
+    begun = time.monotonic()
+    await lease.aclose()
+    assert time.monotonic() - begun < lease.close_bound < 6
+    assert states(tmp_path).count("close_failed") == 3
+    assert "did not close within 0.2 s" in caplog.text
+    provider.aclose_seconds = 0.0
 
 
 async def test_closing_the_lease_closes_what_is_open(lease_of, tmp_path):

@@ -30,6 +30,9 @@ __all__ = ["LeaseStats", "SandboxLease", "lifetimes"]
 
 log = logging.getLogger("rlcore.sandboxes")
 
+MARGIN_SECONDS = 1.0
+"""What a step of closing may take beyond its bound, to say how it ended."""
+
 
 @dataclass
 class LeaseStats:
@@ -189,20 +192,44 @@ class SandboxLease:
         finally:
             await self._shielded(self._release(key, sandbox))
 
+    @property
+    def close_bound(self) -> float:
+        """Longest that :meth:`aclose` takes, in seconds: a caller with a bound of its own allows this much."""
+        return 3 * self._close_seconds + 5 * MARGIN_SECONDS
+
     async def aclose(self) -> None:
-        """Close every sandbox that is still open, wait for creates that were cancelled, close the backend."""
+        """Close every sandbox that is still open, wait for creates that were cancelled, close the backend and the ledger.
+
+        Cut short by a cancel, it writes down as not closed what was not. Raises what the backend's own close raises; one
+        that takes too long is a warning.
+        """
         self._closed = True
-        for _ in range(2):  # the second round: what came up meanwhile
-            open_now = list(self._open.items())
-            await asyncio.gather(*(self._release(key, sandbox) for key, sandbox in open_now), return_exceptions=True)
-            if self._tasks:
-                await asyncio.wait(set(self._tasks), timeout=self._close_seconds)
         try:
-            async with asyncio.timeout(self._close_seconds):
-                await self.backend.aclose()
-        except TimeoutError:
-            log.warning("the sandbox backend %s did not close within %g s", self.backend_name, self._close_seconds)
-        self._ledger.close()
+            for _ in range(2):  # the second round: what came up meanwhile
+                for key, sandbox in list(self._open.items()):
+                    self._own(self._release(key, sandbox))
+                await self._settled(self._close_seconds + MARGIN_SECONDS)
+            await self._cut()
+            try:
+                async with asyncio.timeout(self._close_seconds):
+                    await self.backend.aclose()
+            except TimeoutError:
+                log.warning("the sandbox backend %s did not close within %g s", self.backend_name, self._close_seconds)
+        finally:
+            try:
+                await self._cut()
+            finally:
+                self._ledger.close()
+
+    async def _settled(self, seconds: float) -> None:
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=seconds)
+
+    async def _cut(self) -> None:
+        """Cancel what still goes on, and let it write down how it ended."""
+        for task in self._tasks:
+            task.cancel()
+        await self._settled(MARGIN_SECONDS)
 
     # --- the pool -----------------------------------------------------------------------------------------------------
 
@@ -332,28 +359,32 @@ class SandboxLease:
     # --- closing ------------------------------------------------------------------------------------------------------
 
     async def _release(self, key: str, sandbox: Sandbox) -> None:
-        """Close once, within the bound; a failure is a warning and a count."""
+        """Close once, within the bound; a failure, a cancel among them, is a warning, a count and in the ledger."""
         if self._open.pop(key, None) is None:
             return
         self._note(key, "closing", id=sandbox.id)
-        error: str | None = None
+        error: str | None = "the close was cancelled"
         try:
             async with asyncio.timeout(self._close_seconds):
                 await sandbox.close()
+            error = None
         except TimeoutError:
             error = f"not closed within {self._close_seconds:g} s"
         except SandboxLost:
-            pass
+            error = None
         except Exception as failure:  # noqa: BLE001 - a teardown's fault never replaces the result of the attempt
             error = f"{type(failure).__name__}: {failure}"
-        self.stats.live -= 1
-        self.stats.closed += 1
-        self.stats.seconds += time.monotonic() - self._born.pop(key)
-        self._admission.freed()
-        if error is not None:
-            self.stats.close_errors += 1
-            log.warning("sandbox %s of %s: %s; `rlcore sandboxes sweep` finds it", sandbox.id, self.backend_name, error)
-        self._note(key, "closed" if error is None else "close_failed", id=sandbox.id, error=error)
+        finally:
+            self.stats.live -= 1
+            self.stats.closed += 1
+            self.stats.seconds += time.monotonic() - self._born.pop(key)
+            self._admission.freed()
+            if error is not None:
+                self.stats.close_errors += 1
+                log.warning(
+                    "sandbox %s of %s: %s; `rlcore sandboxes sweep` finds it", sandbox.id, self.backend_name, error
+                )
+            self._note(key, "closed" if error is None else "close_failed", id=sandbox.id, error=error)
 
     def _own(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
