@@ -282,6 +282,10 @@ def test_what_was_lost_is_made_again_when_the_server_is_back(
         ),
         (["--policy", "sglang"], "policy.base_urls: name an engine"),
         (["--policy", "openai", "--sandbox", "lokal"], "did you mean 'local'"),
+        (
+            [],
+            "name the policy: --model DIR, --policy NAME, --config FILE or --set policy.name=NAME; there is: embedded",
+        ),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
@@ -292,6 +296,41 @@ def test_bad_input_is_one_clear_error(tasks: Path, tmp_path: Path, arguments: li
     assert words in error
     assert "sk-123" not in error
     assert not done.stdout
+
+
+def test_without_tasks_it_says_how_to_name_them(tmp_path: Path) -> None:
+    for more in ([], ["--set", "taskset=3"], ["--set", "agent.name=terminal"]):
+        done = rlcore("eval", "--model", "m", "--out", str(tmp_path / "out"), *more)
+        assert done.returncode == 2
+        (error,) = done.stderr.splitlines()
+        assert error.startswith(
+            "rlcore: error: name the taskset: a folder of tasks, a recipe, --config FILE or --set tas"
+        )
+
+
+def test_a_recipe_brings_its_heldout_tasks_and_its_agent(
+    expert: Expert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in training, but for the policy that is named here: the recipe's own engine is not started for a server."""
+    monkeypatch.setenv("RLCORE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "run.toml").write_text("agent.max_output = 77\ntrainer.lr = 1.0\nrollout.in_flight = 3\n")
+    few = [
+        "--set",
+        "recipe.model=tiny",
+        "--set",
+        "recipe.heldout_per_kind=1",
+        "--set",
+        "recipe.kinds=['write', 'copy']",
+    ]
+    server = ["--policy", "openai", "--base-url", expert.url, "--model", "m", "--out", str(tmp_path / "out")]
+    done = rlcore("eval", "quickstart", *few, *server, "--config", str(tmp_path / "run.toml"), "--json")
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)["by_task"]) == {"copy-0000", "write-0000"}
+    config = json.loads((tmp_path / "out" / "evaluation.json").read_text())["config"]
+    assert config["engine"] is None
+    assert Path(config["taskset"]["path"]).name.startswith("heldout-")
+    assert (config["agent"]["command_timeout"], config["agent"]["max_output"]) == (5.0, 77)
+    assert config["attempts"]["in_flight"] == 3
 
 
 def test_a_directory_of_something_else_is_refused(line: Sequence[str], tasks: Path, tmp_path: Path) -> None:

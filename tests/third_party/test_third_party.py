@@ -59,6 +59,23 @@ def test_an_own_environment_is_learned(foreign: Any, tmp_path: Path) -> None:
     assert all(line["root_tis_weight"] == pytest.approx(1.0, abs=0.01) for line in metrics if "skipped" not in line)
 
 
+def test_an_own_environment_is_evaluated(foreign: Any, tmp_path: Path) -> None:
+    """No folder of tasks, no sandbox and no grader: the environment is named as for training, or by the run's file."""
+    model = ("--model", tiny_model_path(), "--set", "taskset.count=3", "-k", "2", "--json")
+    named = ("--set", "taskset.name=vowels", "--set", "agent.name=vowels", "--set", "agent.letters=e")
+    short = ("--set", "budget.tokens_per_turn=8", "--set", "engine.threads=1")
+    by_name = json.loads(foreign.rlcore("eval", *model, *named, *short, cwd=tmp_path))
+    by_file = json.loads(
+        foreign.rlcore("eval", "--config", HERE / "vowels-env" / "run.toml", *model, "--out", "o", cwd=tmp_path)
+    )
+    for summary in (by_name, by_file):
+        assert (summary["attempts"], summary["no_verdict"], summary["ends"]) == (6, 0, {"answered": 6})
+        assert set(summary["by_task"]) == {"sing-0", "sing-1", "sing-2"}
+    assert by_name["directory"] == "evals/vowels-tiny"
+    config = json.loads((tmp_path / "evals/vowels-tiny/evaluation.json").read_text())["config"]
+    assert config["sandbox"] is config["grader"] is None
+
+
 def test_a_foreign_sandbox_runs_the_commands(foreign: Any, tmp_path: Path) -> None:
     foreign.rlcore(
         *("train", "quickstart", "--model", "tiny", "--set", "run.id=noted", "--set", "run.steps=1"),

@@ -363,9 +363,9 @@ def test_k1_over_a_row_and_the_rows_ratio_are_the_same_thing():
 def test_a_chain_says_which_step_is_wrong():
     with pytest.raises(RlcoreError, match="no correction named 'tokn_tis'; did you mean 'token_tis'"):
         Chain.Config(steps=["tokn_tis"])
-    with pytest.raises(ValidationError, match="token_tis.hihg: unknown key; did you mean 'high'"):
+    with pytest.raises(ValidationError, match=r"token_tis\.hihg: unknown key; did you mean 'high'"):
         Chain.Config(steps=[{"name": "token_tis", "hihg": 3}])
-    with pytest.raises(ValidationError, match="token_tis.high: should be a valid number"):
+    with pytest.raises(ValidationError, match=r"token_tis\.high: should be a valid number"):
         Chain.Config(steps=[{"name": "token_tis", "high": "3"}])
     with pytest.raises(ValidationError, match="different log-probs"):
         Chain.Config(steps=[{"name": "token_tis", "logprobs": "current"}, "veto"])

@@ -70,7 +70,10 @@ async def test_check_prints_a_table_and_json_and_fails_where_it_must(rlcore):
     ("words", "said"),
     [
         (("check", "sandbox", "lokal"), "local"),
-        (("check", "sandbox", "local", "--set", "memory=3"), "unknown key; did you mean 'memory_mb'? (--set sandbox.memory)"),
+        (
+            ("check", "sandbox", "local", "--set", "memory=3"),
+            "unknown key; did you mean 'memory_mb'? (--set sandbox.memory)",
+        ),
         (("check", "sandbox", "local", "--set", "isolation=jail"), "isolation"),
         (("check", "sandbox", "local", "--only", "exit_code"), "exit_codes"),
         (("sandboxes", "sweep", "--older-than", "soon"), "2h"),

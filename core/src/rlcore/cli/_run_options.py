@@ -19,7 +19,16 @@ from rlcore.resolve import Layer, Resolved, file_layer, options_class, resolve, 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-__all__ = ["ConfigOption", "RecipeArgument", "Resolved", "RunCommand", "SetOption", "resolve_run", "resolve_saved"]
+__all__ = [
+    "ConfigOption",
+    "RecipeArgument",
+    "Resolved",
+    "RunCommand",
+    "SetOption",
+    "recipe_of_plugin",
+    "resolve_run",
+    "resolve_saved",
+]
 
 RecipeArgument: TypeAlias = Annotated[
     str | None, typer.Argument(metavar="RECIPE", help="Default: the recipe of --plugin, or recipe.name of the file.")
@@ -50,8 +59,8 @@ def resolve_run(
     """
     known: Globals = context.obj
     layers = [*map(file_layer, config or ()), set_layer(sets or ())]
-    if recipe is None and not any("name" in layer.values.get("recipe", {}) for layer in layers):
-        recipe = _recipe_of_plugin(known)
+    if recipe is None and not any(layer.get("recipe", "name") for layer in layers):
+        recipe = recipe_of_plugin(known)
         if recipe is None and not config:
             raise ConfigError(f"name a recipe, or a file with --config{nearest('', known.plugins.names('recipe'))}")
     resolved = resolve(known.plugins, layers, recipe)
@@ -79,7 +88,7 @@ def resolve_saved(context: typer.Context, run: Path, sets: Sequence[str] | None)
     return resolved
 
 
-def _recipe_of_plugin(known: Globals) -> str | None:
+def recipe_of_plugin(known: Globals) -> str | None:
     """The recipe that ``--plugin X`` means."""
     owners = [name for name in known.named if any(o.kind == "recipe" for o in known.plugins.find(name).offers)]
     if len(owners) > 1:
@@ -127,6 +136,6 @@ class RunCommand(TyperCommand):
         """The recipe that is named on the line or meant by ``--plugin``; the command itself says what is wrong with it."""
         names = set(known.plugins.names("recipe"))
         with suppress(RlcoreError):
-            self.recipe = next((a for a in args if a in names), None) or _recipe_of_plugin(known)
+            self.recipe = next((a for a in args if a in names), None) or recipe_of_plugin(known)
             if self.recipe:
                 self.fields = options_class(known.plugins, "recipe", self.recipe).model_fields

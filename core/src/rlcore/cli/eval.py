@@ -7,14 +7,17 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlcore.cli._run_options import ConfigOption, SetOption
+from rlcore.cli import Globals
+from rlcore.cli._run_options import ConfigOption, SetOption, recipe_of_plugin
 from rlcore.errors import ConfigError
+from rlcore.plugins import nearest
 
 if TYPE_CHECKING:
     from rlcore.config import EvaluationConfig
@@ -29,21 +32,29 @@ DEFAULTS = {
     "grader": {"name": "tbench2"},
     "sandbox": {"name": "local"},
 }
+"""For a folder of tasks and no recipe."""
 
 
 def evaluate(
     context: typer.Context,
-    tasks: Annotated[str, typer.Argument(metavar="DIR", help="Folder of task folders, or one task folder.")],
+    tasks: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="DIR|RECIPE",
+            help="Folder of task folders (or one of them), or a recipe; without it, --config or --set names the tasks.",
+        ),
+    ] = None,
     policy: Annotated[
-        str, typer.Option(help="openai, sglang, any other policy client, or engine: a model in this process.")
-    ] = "engine",
+        str | None,
+        typer.Option(help="openai, sglang, any other policy client, or engine: --model DIR in this process."),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="engine and sglang: the model's folder; openai: the model's name.")
     ] = None,
     base_url: Annotated[
         list[str] | None, typer.Option("--base-url", help="URL of the server; sglang: may be given several times.")
     ] = None,
-    sandbox: Annotated[str | None, typer.Option(help="Sandbox backend. [default: local]")] = None,
+    sandbox: Annotated[str | None, typer.Option(help="Sandbox backend. [default for a DIR: local]")] = None,
     samples: Annotated[
         int | None, typer.Option("--samples", "-k", min=1, help="Attempts at each task. [default: 1]")
     ] = None,
@@ -58,10 +69,7 @@ def evaluate(
 
     Interrupted or killed, the same command goes on where it ended.
     """
-    from rlcore.resolve import Layer, file_layer, resolve_evaluation, set_layer
-
-    line: dict[str, Any] = {
-        "taskset": {"path": tasks},
+    line = {
         **_policy(policy, model, base_url or []),
         **({"sandbox": {"name": sandbox}} if sandbox else {}),
         "attempts": {
@@ -70,11 +78,11 @@ def evaluate(
             if value is not None
         },
     }
-    plugins: Plugins = context.obj.plugins
-    layers = [Layer("defaults of eval", DEFAULTS), *map(file_layer, config or ()), Layer("command line", line)]
-    resolved = resolve_evaluation(plugins, [*layers, set_layer(sets or ())])
-    directory = out or Path("evals") / f"{_word(Path(tasks).resolve().name)}-{_word(model or policy)}"
-    status, summary = asyncio.run(_evaluate(resolved, plugins, directory))
+    resolved = _resolve(context.obj, tasks, config or (), line, sets or ())
+    what = Path(tasks).resolve().name if tasks is not None else resolved.taskset.name
+    which = model or policy or resolved.model.path or resolved.policy.name
+    directory = out or Path("evals") / f"{_word(what)}-{_word(Path(which).name)}"
+    status, summary = asyncio.run(_evaluate(resolved, context.obj.plugins, directory))
     if summary is None:
         print(f"interrupted; the same command goes on: {directory}", file=sys.stderr)
         return status
@@ -82,21 +90,59 @@ def evaluate(
     return status
 
 
-def _policy(policy: str, model: str | None, urls: list[str]) -> dict[str, Any]:
+def _resolve(
+    known: Globals, tasks: str | None, config: Sequence[Path], line: dict[str, Any], sets: Sequence[str]
+) -> EvaluationConfig:
+    """The configuration of the evaluation; what its recipe makes (a model, tasks) is there afterwards."""
+    from rlcore.resolve import Layer, evaluation_layer, file_layer, resolve, resolve_evaluation, set_layer
+
+    plugins, files, last = known.plugins, [file_layer(path) for path in config], set_layer(sets)
+    recipe = tasks if tasks in plugins.names("recipe") and not Path(tasks).is_dir() else None
+    of_recipe = [
+        replace(layer, values={"recipe": layer.values["recipe"]})
+        for layer in [*files, last]
+        if "recipe" in layer.values
+    ]
+    if tasks is None and not of_recipe:
+        recipe = recipe_of_plugin(known)
+    run = resolve(plugins, of_recipe, recipe) if recipe or of_recipe else None
+    layers = [evaluation_layer(layer) for layer in files]
+    if run is not None:
+        layers.insert(0, evaluation_layer(Layer(f"recipe {run.name}", run.config.model_dump(mode="json"))))
+    elif tasks is not None:
+        layers.insert(0, Layer("defaults of eval", DEFAULTS))
+    if tasks is not None and recipe is None:
+        line["taskset"] = {"path": tasks}
+    last = replace(last, values={name: inner for name, inner in last.values.items() if name != "recipe"})
+    layers += [Layer("command line", line), last]
+    for section, ways in (("taskset", "a folder of tasks, a recipe"), ("policy", "--model DIR, --policy NAME")):
+        if not any(layer.get(section, "name") for layer in layers):
+            there = nearest("", plugins.names(section))
+            raise ConfigError(f"name the {section}: {ways}, --config FILE or --set {section}.name=NAME{there}")
+    resolved = resolve_evaluation(plugins, layers)
+    if run is not None and run.recipe is not None:
+        run.recipe.prepare(run.config)
+    return resolved
+
+
+def _policy(policy: str | None, model: str | None, urls: list[str]) -> dict[str, Any]:
     """The sections that the options ``--policy``, ``--model`` and ``--base-url`` stand for."""
-    if policy in ("engine", "embedded"):
+    if policy in (None, "engine", "embedded"):
         if urls:
-            raise ConfigError("--base-url is for servers: --policy engine runs the model in this process")
+            raise ConfigError("--base-url is for servers: say which kind, --policy openai or --policy sglang")
+        if model is None and policy is None:
+            return {}
         if model is None:
             raise ConfigError("--policy engine wants --model DIR, a model in Hugging Face format")
         return {"policy": {"name": "embedded"}, "engine": {"name": "embedded"}, "model": {"path": model}}
+    served: dict[str, Any] = {"engine": None} if urls or policy == "openai" else {}
     if policy == "sglang":
-        served = {"model": {"path": model}} if model else {}
-        return {"policy": {"name": policy, **({"base_urls": urls} if urls else {})}, **served}
+        at = {"base_urls": urls} if urls else {}
+        return {"policy": {"name": policy, **at}, **({"model": {"path": model}} if model else {}), **served}
     if len(urls) > 1:
         raise ConfigError(f"--base-url: --policy {policy} takes one")
     options = {"base_url": urls[0] if urls else None, "model": model}
-    return {"policy": {"name": policy, **{key: value for key, value in options.items() if value is not None}}}
+    return {"policy": {"name": policy, **{k: value for k, value in options.items() if value is not None}}, **served}
 
 
 async def _evaluate(config: EvaluationConfig, plugins: Plugins, directory: Path) -> tuple[int, dict[str, Any] | None]:

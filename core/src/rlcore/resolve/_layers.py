@@ -29,6 +29,10 @@ class Layer:
     values: Mapping[str, Any]
     sources: Mapping[Key, str] = field(default_factory=dict)
 
+    def get(self, *key: str) -> Any:
+        """What it says at a key, or ``None``."""
+        return get(self.values, key)
+
 
 def file_layer(path: str | Path) -> Layer:
     """The layer of a TOML file.
@@ -78,7 +82,7 @@ def set_layer(settings: Sequence[str], section: str = "") -> Layer:
 def get(values: Any, key: Key) -> Any:
     """What is at a key, or ``None``."""
     for part in key:
-        values = values.get(part) if isinstance(values, dict) else None
+        values = values.get(part) if isinstance(values, Mapping) else None
     return values
 
 

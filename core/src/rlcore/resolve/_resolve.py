@@ -88,6 +88,27 @@ def resolve_evaluation(plugins: Plugins, layers: Sequence[Layer]) -> EvaluationC
     return config
 
 
+def evaluation_layer(layer: Layer) -> Layer:
+    """What a layer of a run's configuration says about an evaluation outside a run: held-out tasks, where it has them."""
+    values = {name: inner for name, inner in layer.values.items() if name not in _ONLY_OF_A_RUN}
+    attempts = {to: value for key, to in _ATTEMPTS.items() if (value := layer.get(*key)) is not None}
+    below: dict[str, Any] = {"attempts": attempts}
+    merge(below, values, (), "", {}, {})
+    if heldout := layer.get("eval", "taskset"):
+        below["taskset"] = heldout
+    return Layer(layer.source, below, layer.sources)
+
+
+_ONLY_OF_A_RUN = RunConfig.model_fields.keys() - EvaluationConfig.model_fields.keys()
+_ATTEMPTS = {
+    ("eval", "samples_per_task"): "samples_per_task",
+    ("eval", "temperature"): "temperature",
+    ("rollout", "top_p"): "top_p",
+    ("rollout", "in_flight"): "in_flight",
+}
+"""What a run's evaluations take from its configuration, and the key of ``attempts`` for it."""
+
+
 def absent(plugins: Plugins, config: BaseModel) -> Iterator[Problem]:
     """What a configuration names and is only announced by a plugin: the distributions that are to be installed."""
     for key, kind in offered_sections(type(config)).items():
