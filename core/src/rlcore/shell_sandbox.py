@@ -32,7 +32,7 @@ from rlcore.errors import ConfigError, InfraError, SandboxLost, Throttled
 from rlcore.sandbox_tools import checked_timeout, clipped_text, pack_folder, shares, unpack_folder
 from rlcore.types import ExecResult
 
-__all__ = ["Carrier", "Creates", "ShellSandbox", "quoted"]
+__all__ = ["Carrier", "Creates", "ShellSandbox", "kill_marked", "quoted"]
 
 SCRATCH = "/var/tmp/.rlcore"
 FIRST_WAIT = 8.0
@@ -415,22 +415,28 @@ def quoted(text: str) -> str:
     return "'" + text.replace("'", "'\\''") + "'"
 
 
-def _marked(ident: str, action: str) -> str:
-    """A loop of builtins over every process that carries the id."""
-    return (
-        "for p in /proc/[0-9]*; do { IFS= read -r v <$p/environ; } 2>/dev/null; "
-        f"case $v in *RLCORE_EXEC={ident}*) {action};; esac; v=; done"
+def kill_marked(ident: str) -> str:
+    """One line of ``sh`` that ends every process which carries the id, by builtins alone; ``$n`` is 0 if none is left.
+
+    All are stopped first, until no new one turns up, then all are killed. A signal to a group reaches each of its processes
+    at once and stops those that are being forked, so one is enough for a fork bomb; one by one, a bomb is faster than any
+    loop. A group whose leader does not carry the id is that of whatever runs the command: it is spared.
+    """
+    marked = f"*RLCORE_EXEC={ident}*"
+    found = (
+        f"for p in /proc/[0-9]*; do {{ IFS= read -r v <$p/environ; }} 2>/dev/null; case $v in {marked}) l=; v=; "
+        "{ read -r l <$p/stat; set -- ${l##*) }; IFS= read -r v </proc/$3/environ; } 2>/dev/null; t=${p#/proc/}; "
+        f"case $3 in ''|0|1) ;; *) case $v in ''|{marked}) t=-$3;; esac;; esac; %s;; esac; v=; done"
     )
+    stop = found % 'case $s in *" $t "*) ;; *) kill -STOP $t 2>/dev/null; s="$s$t "; n=1;; esac'
+    kill = found % "kill -KILL $t 2>/dev/null; n=1"
+    rounds = "i=0; n=1; while [ $n = 1 ] && [ $i -lt 50 ]; do n=0; i=$((i+1)); %s; done"
+    return f"s=' '; {rounds % stop}; u=$n; {rounds % kill}"
 
 
 def _kill(ident: str) -> str:
-    """Stop all first, so that nothing forks away, then kill all."""
-    stop = 'q=${p#/proc/}; case $s in *" $q "*) ;; *) kill -STOP $q 2>/dev/null; s="$s$q "; n=1;; esac'
-    kill = "kill -KILL ${p#/proc/} 2>/dev/null; n=1"
-    return (
-        f"s=' '; i=0; n=1; while [ $n = 1 ] && [ $i -lt 50 ]; do n=0; i=$((i+1)); {_marked(ident, stop)}; done; "
-        f"i=0; n=1; while [ $n = 1 ] && [ $i -lt 50 ]; do n=0; i=$((i+1)); {_marked(ident, kill)}; done"
-    )
+    """End a command with all that it started; where new processes outrun that, everything in the sandbox."""
+    return f"{kill_marked(ident)}; [ $u = 0 ] || kill -KILL -1"
 
 
 _CLIP = (
@@ -450,9 +456,10 @@ def _launch(ident: str, argv: Sequence[str], *, cwd: str, env: Mapping[str, str]
     supervisor = (
         f"d={folder}; echo $$ >$d/pid; {_CLIP}\n"
         f"mkfifo $d/o $d/e; clip $d/o {max(limit, 1)} <$d/o & a=$!; clip $d/e {max(limit, 1)} <$d/e & b=$!\n"
-        f"( trap 'kill $z; exit' TERM; sleep {timeout:.3f} & z=$!; wait $z; : >$d/late; {_kill(ident)} ) & w=$!\n"
+        # once it has begun to kill, it goes on to the end: what it stopped and did not kill would stay for ever
+        f"( trap 'kill $z; exit' TERM; sleep {timeout:.3f} & z=$!; wait $z; trap '' TERM; : >$d/late; {_kill(ident)} ) & w=$!\n"
         f"( cd {quoted(cwd)} || exit 126; {exports}export RLCORE_EXEC={ident}; exec setsid {words} ) >$d/o 2>$d/e & c=$!\n"
-        "wait $c; r=$?; kill $w 2>/dev/null; i=0\n"
+        "wait $c; r=$?; kill $w 2>/dev/null; wait $w; i=0\n"
         "while [ $i -lt 10 ] && ! { [ -e $d/o.end ] && [ -e $d/e.end ]; }; do sleep 0.05 || break; i=$((i+1)); done\n"
         "l=0; [ -e $d/late ] && l=1; echo $r $l >$d/rc\n"
     )
@@ -473,7 +480,8 @@ def _ask(ident: str, *, head: int, tail: int, limit: int) -> str:
     return (
         f"d={SCRATCH}/{ident}; i=0; while ! [ -s $d/rc ] && [ $i -lt $w ]; do "
         # a supervisor that was killed ("kill -9 -1") writes no end: say it for it
-        "if [ -s $d/pid ] && read q <$d/pid && ! [ -d /proc/$q ]; then [ -s $d/rc ] || echo 137 0 >$d/rc; fi; "
+        "if [ -s $d/pid ] && read q <$d/pid && ! [ -d /proc/$q ]; then "
+        "l=0; [ -e $d/late ] && l=1; [ -s $d/rc ] || echo 137 $l >$d/rc; fi; "
         "if [ $i -lt 20 ]; then sleep 0.02; i=$((i+1)); else sleep 0.2; i=$((i+4)); fi; done\n"
         f"if [ -s $d/rc ]; then read r <$d/rc; echo rc:$r; {parts}echo done:; else echo running:; fi 2>/dev/null"
     )

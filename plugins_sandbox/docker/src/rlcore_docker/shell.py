@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlcore.sandbox_tools import BoundedBytes
+from rlcore.shell_sandbox import kill_marked
 
 __all__ = ["Answer", "Shell", "ShellClosed", "kill_script", "quoted", "run_script"]
 
@@ -201,17 +202,6 @@ def run_script(argv: Sequence[str], *, cwd: str | None, env: Mapping[str, str], 
 def kill_script(ident: str) -> str:
     """Lines for a :class:`Shell`: end every process with this id in its environment, daemons too, by builtins alone.
 
-    Where a fork bomb has taken every process number nothing can be started any more, so this starts nothing. First all are
-    stopped, until no new one turns up, then all are killed.
+    Where a fork bomb has taken every process number nothing can be started any more, so this starts nothing.
     """
-    found = (
-        "for p in /proc/[0-9]*; do { IFS= read -r e < $p/environ; } 2>/dev/null; "
-        f"case $e in *RLCORE_EXEC={ident}*) %s;; esac; e=; done"
-    )
-    stop = found % 'q=${p#/proc/}; case $s in *" $q "*) ;; *) kill -STOP $q 2>/dev/null; s="$s$q "; n=1;; esac'
-    kill = found % "kill -KILL ${p#/proc/} 2>/dev/null; n=1"
-    return (
-        f"s=' '; i=0; n=1; while [ $n = 1 ] && [ $i -lt 50 ]; do n=0; i=$((i+1)); {stop}; done\n"
-        f"i=0; n=1; while [ $n = 1 ] && [ $i -lt 50 ]; do n=0; i=$((i+1)); {kill}; done\n"
-        "printf '\\n%s %d 0\\n' @MARK@ $n; printf '\\n%s %d 0\\n' @MARK@ $n >&2\n"
-    )
+    return f"{kill_marked(ident)}\nprintf '\\n%s %d 0\\n' @MARK@ $n; printf '\\n%s %d 0\\n' @MARK@ $n >&2\n"
