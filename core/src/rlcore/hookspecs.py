@@ -140,7 +140,12 @@ def rlcore_configure(config: RunConfig) -> None:
 
 @hookspec(firstresult=True)
 def rlcore_select_recipe(model: str, hardware: str) -> str | None:
-    """The name of a recipe for a model and a kind of hardware, or ``None``; the first answer wins."""
+    """The name of a recipe for a model, or ``None``; the first answer wins.
+
+    Called for a command on a run that has ``model.path`` but no recipe and not every section. ``model``: that path (a
+    folder with ``config.json``, if it is there); ``hardware``: ``cpu``, or what the driver calls this machine's first
+    GPU, in lower case (``nvidia h200``).
+    """
 
 
 @hookspec

@@ -225,6 +225,39 @@ def test_recipes_and_their_own_options(run: Callable[..., Any], tmp_path: Path) 
     assert "Options of recipe mine:\n  --model-size  which model\n  --full        more evaluation\n" in out
 
 
+def test_a_plugin_names_the_recipe_of_a_model(run: Callable[..., Any], install: Install, tmp_path: Path) -> None:
+    """Only where nothing else does and the run is not whole by itself; it is said, and stands in the origins."""
+    selecting = """
+        from rlcore import hookimpl
+
+        @hookimpl
+        def rlcore_select_recipe(model, hardware):
+            assert hardware
+            return {"known": "mine", "wrong": "minee"}.get(model)
+    """
+    install("select-dist", {"select": "select_plugin"}, {"select_plugin": selecting})
+    status, out, err = run("config", "show", "--set", "model.path=known", "--set", "loss.size=3", "--json", "--origin")
+    assert (status, err) == (0, "rlcore: recipe mine, for the model known\n")
+    shown = json.loads(out)
+    assert (shown["config"]["loss"], shown["config"]["model"]["path"]) == ({"name": "mine", "size": 3}, "known")
+    assert shown["origin"]["recipe.name"] == "rlcore_select_recipe"
+    part, whole = tmp_path / "part.toml", tmp_path / "whole.toml"
+    part.write_text('model.path = "known"\n')
+    sections = ["taskset", "agent", "policy", "engine", "trainer", "advantage", "correction", "loss", "aggregation"]
+    whole.write_text('model.path = "known"\n' + "".join(f'{name}.name = "mine"\n' for name in sections))
+    assert run("config", "show", "--config", str(part))[2] == err
+    status, out, said = run("config", "show", "--config", str(whole), "--json")
+    assert (status, said, json.loads(out)["recipe"]) == (0, "", None)
+    for arguments, message in (
+        (["--set", "model.path=unknown"], "name a recipe, or a file with --config"),
+        (["--set", "run.steps=1"], "name a recipe, or a file with --config"),
+        (["--set", "model.path=wrong"], "no recipe named 'minee'; did you mean 'mine'?"),
+    ):
+        status, _, said = run("config", "show", *arguments)
+        assert status == 2
+        assert message in said
+
+
 def test_several_plugins_with_recipes_need_a_name(run: Callable[..., Any], install: Install) -> None:
     install(
         "two-dist",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from glm52_plugin.figures import LAYOUTS, REASONS
+from glm52_plugin.model import GLM52, TOY
 from glm52_plugin.recipe import Glm52Recipe
 from rlcore.cli import main
 from rlcore.errors import ConfigError, PluginError
@@ -153,11 +154,32 @@ def test_the_shown_configuration_is_read_back_as_the_same(resolved: Any, tmp_pat
     assert again == resolved("engine.speculative=null").config.model_dump(mode="json")
 
 
-def test_it_is_the_default_of_its_plugin_and_is_selected_for_the_model(plugins: Plugins) -> None:
+def test_it_is_the_default_of_its_plugin_and_is_selected_for_the_model(plugins: Plugins, tmp_path: Path) -> None:
+    """By its ``config.json``, whatever the folder is called; a machine without a GPU does not make the model small."""
     assert plugins.default_recipe("glm52") == "glm52"
-    assert plugins.select_recipe("GLM-5.2-FP8", "gb300") == "glm52"
-    assert plugins.select_recipe("glm_5.2", "cpu") == "glm52-toy"
-    assert plugins.select_recipe("llama", "cpu") != "glm52"
+
+    def selected(config: Any, hardware: str) -> str | None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return plugins.select_recipe(str(tmp_path), hardware)
+
+    assert selected(GLM52, "nvidia gb300") == selected(GLM52, "cpu") == "glm52"
+    assert selected(TOY, "cpu") == "glm52-toy"
+    assert selected(TOY, "nvidia gb300") is None
+    assert selected({"model_type": "llama", "hidden_size": 6144}, "cpu") is None
+    assert selected([], "cpu") is None
+    assert plugins.select_recipe("/not/there/GLM-5.2-FP8", "cpu") == "glm52"
+    assert plugins.select_recipe("llama", "cpu") is None
+
+
+def test_a_run_on_the_model_finds_its_recipe(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GLM52))
+    with pytest.raises(SystemExit) as ended:
+        main(["config", "show", "--set", f"model.path={tmp_path}", "--json"])
+    shown, said = capsys.readouterr()
+    assert not ended.value.code
+    assert said == f"rlcore: recipe glm52, for the model {tmp_path}\n"
+    config = json.loads(shown)
+    assert (config["recipe"]["name"], config["model"]["path"]) == ("glm52", str(tmp_path))
 
 
 @pytest.mark.parametrize(("kind", "name"), [("trainer", "megatron"), ("engine", "sglang")])

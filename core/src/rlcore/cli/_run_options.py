@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from rlcore.cli import Globals
+from rlcore.config import RunConfig
 from rlcore.errors import ConfigError, RlcoreError
 from rlcore.plugins import nearest
 from rlcore.resolve import Layer, Resolved, file_layer, options_class, resolve, set_layer
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 RecipeArgument: TypeAlias = Annotated[
-    str | None, typer.Argument(metavar="RECIPE", help="Default: the recipe of --plugin, or recipe.name of the file.")
+    str | None, typer.Argument(metavar="RECIPE", help="Default: of --plugin, of the file, or of model.path.")
 ]
 ConfigOption: TypeAlias = Annotated[
     list[Path] | None, typer.Option("--config", "-c", metavar="FILE", help="A TOML file over the recipe's defaults.")
@@ -61,7 +62,10 @@ def resolve_run(
     layers = [*map(file_layer, config or ()), set_layer(sets or ())]
     if recipe is None and not any(layer.get("recipe", "name") for layer in layers):
         recipe = recipe_of_plugin(known)
-        if recipe is None and not config:
+        selected = _recipe_of_model(known, layers) if recipe is None else None
+        if selected is not None:
+            layers.append(selected)
+        elif recipe is None and not config:
             raise ConfigError(f"name a recipe, or a file with --config{nearest('', known.plugins.names('recipe'))}")
     resolved = resolve(known.plugins, layers, recipe)
     if as_a_whole:
@@ -94,6 +98,28 @@ def recipe_of_plugin(known: Globals) -> str | None:
     if len(owners) > 1:
         raise ConfigError(f"plugins {' and '.join(owners)} both offer recipes: name the recipe")
     return known.plugins.default_recipe(owners[0]) if owners else None
+
+
+def _recipe_of_model(known: Globals, layers: Sequence[Layer]) -> Layer | None:
+    """The recipe that a plugin knows for ``model.path``, asked for where the layers alone are no whole run."""
+    model = next((path for layer in reversed(layers) if (path := layer.get("model", "path"))), None)
+    given = {name for layer in layers for name in layer.values}
+    if model is None or all(name in given for name, field in RunConfig.model_fields.items() if field.is_required()):
+        return None
+    recipe = known.plugins.select_recipe(str(model), _hardware())
+    if recipe is None:
+        return None
+    print(f"rlcore: recipe {recipe}, for the model {model}", file=sys.stderr)
+    return Layer("rlcore_select_recipe", {"recipe": {"name": recipe}})
+
+
+def _hardware() -> str:
+    """``cpu``, or what the driver calls this machine's first GPU, in lower case."""
+    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        for line in file.read_text("utf-8", "replace").splitlines():
+            if line.startswith("Model:"):
+                return line.partition(":")[2].strip().lower()
+    return "cpu"
 
 
 class RunCommand(TyperCommand):

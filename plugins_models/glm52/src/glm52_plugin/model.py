@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rlcore.plan.shapes import Shapes
 
-__all__ = ["CUTS", "GLM52", "TOY", "shapes_of"]
+__all__ = ["CUTS", "GLM52", "TOY", "recipe_for", "shapes_of"]
 
 GLM52: Mapping[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -85,3 +87,17 @@ def shapes_of(layers: int = 78) -> Shapes:
     depth = {} if layers == 78 else {"num_hidden_layers": layers, "num_nextn_predict_layers": 0}
     name = "GLM-5.2" if layers == 78 else f"GLM-5.2, first {layers} layers"
     return Shapes.from_config({**GLM52, **depth, "_name_or_path": name}, "glm52")
+
+
+def recipe_for(model: str, hardware: str) -> str | None:
+    """The recipe for a model folder by its ``config.json``; where that cannot be read, by the folder's name."""
+    try:
+        found = json.loads((Path(model).expanduser() / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        name = Path(model).name.lower().replace("_", "-")
+        return "glm52" if name.startswith(("glm-5.2", "glm5.2", "glm52")) else None
+    if not isinstance(found, dict) or found.get("model_type") != GLM52["model_type"]:
+        return None
+    if found.get("hidden_size") == GLM52["hidden_size"]:
+        return "glm52"
+    return "glm52-toy" if hardware == "cpu" else None

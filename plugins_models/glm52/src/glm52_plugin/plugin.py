@@ -33,7 +33,7 @@ def rlcore_configure(config):
 
 @hookimpl
 def rlcore_select_recipe(model, hardware):
-    """GLM-5.2 on GPUs, or small on a CPU."""
-    if model.lower().replace("_", "-").startswith(("glm-5.2", "glm5.2", "glm52")):
-        return "glm52-toy" if hardware == "cpu" else "glm52"
-    return None
+    """GLM-5.2 itself, or on a CPU a small model of its architecture."""
+    from glm52_plugin.model import recipe_for
+
+    return recipe_for(model, hardware)
