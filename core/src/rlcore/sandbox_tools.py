@@ -7,6 +7,7 @@ with :func:`clipped_text`; :func:`pack_folder` and :func:`unpack_folder` are the
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import re
@@ -14,14 +15,18 @@ import shutil
 import socket
 import stat
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlcore.protocols import Sandbox
 
 __all__ = [
     "BoundedBytes",
     "checked_timeout",
     "clipped_text",
+    "close_all",
     "owner_is_gone",
     "ownership",
     "pack_folder",
@@ -105,6 +110,13 @@ def clipped_text(head: bytes, tail: bytes, total: int) -> str:
     tail = tail[start:]
     missing = total - len(head) - len(tail)
     return f"{head.decode('utf-8', 'replace')}\n[... {missing} bytes left out ...]\n{tail.decode('utf-8', 'replace')}"
+
+
+async def close_all(sandboxes: Iterable[Sandbox]) -> None:
+    """Close each to its end, then raise the first error: one that fails does not keep the others open."""
+    for error in await asyncio.gather(*(sandbox.close() for sandbox in sandboxes), return_exceptions=True):
+        if error is not None:
+            raise error
 
 
 def ownership(run_id: str) -> dict[str, str]:

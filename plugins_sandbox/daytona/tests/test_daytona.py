@@ -1,12 +1,15 @@
 """Faults of the provider and of the way to it: nothing leaks, quota costs time, a command runs once."""
 
 import asyncio
+import gc
 import random
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
+import rlcore_daytona.backend
 from rlcore.errors import ConfigError, InfraError, SandboxLost, Throttled
 from rlcore.rollout.lease import SandboxLease
 from rlcore.types import SandboxSpec
@@ -132,6 +135,36 @@ async def test_a_lost_delete_is_asked_for_again(backend, server, fault):
     server.faults["delete"] = [fault]
     await box.close()
     assert (server.records, server.deleted) == ({}, ["box-1"])
+
+
+async def test_nothing_is_kept_of_a_sandbox_that_was_closed(backend):
+    """A run opens thousands; a backend that kept them would grow with every one."""
+    box = await backend.start(SandboxSpec())
+    kept = weakref.ref(box)
+    await box.close()
+    del box
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.mark.fault("SBX-10")
+async def test_a_sandbox_that_cannot_be_closed_keeps_no_other_open(backend, server, monkeypatch):
+    """Its error is heard at the end; that it was tried is not kept, so that a second close of the backend is quiet."""
+    boxes = [await backend.start(SandboxSpec()) for _ in range(3)]
+    delete = rlcore_daytona.backend._delete
+
+    async def refuse_one(sandbox):
+        if sandbox.id == boxes[0].id:
+            raise InfraError("was not deleted")
+        await asyncio.sleep(0.2)
+        await delete(sandbox)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rlcore_daytona.backend, "_delete", refuse_one)
+        with pytest.raises(InfraError, match="was not deleted"):
+            await backend.aclose()
+    assert sorted(server.deleted) == sorted(box.id for box in boxes[1:])
+    await backend.delete(boxes[0].id)
 
 
 @pytest.mark.fault("SBX-21")

@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from rlcore.errors import ConfigError, InfraError, SandboxLost, Throttled
-from rlcore.sandbox_tools import speaks_of_quota
+from rlcore.sandbox_tools import close_all, speaks_of_quota
 from rlcore.shell_sandbox import Creates, ShellSandbox
 from rlcore.types import Problem, SandboxInfo, SandboxSpec
 
@@ -66,7 +66,7 @@ class DaytonaBackend:
             "users": "needs an image whose user is root and that has setpriv",
         }
         self._client: Any = None
-        self._open: set[ShellSandbox] = set()
+        self._open: dict[str, ShellSandbox] = {}
         self._creates = Creates(self._marked, self.delete)
 
     async def start(self, spec: SandboxSpec) -> ShellSandbox:
@@ -83,7 +83,7 @@ class DaytonaBackend:
             return await self._create(client, params, spec)
 
         box = await self._creates.one(create)
-        self._open.add(box)
+        self._open[box.id] = box
         return box
 
     async def list(self, labels: Mapping[str, str]) -> Sequence[SandboxInfo]:
@@ -111,18 +111,20 @@ class DaytonaBackend:
 
     async def aclose(self) -> None:
         """Close every sandbox that this backend started, wait for what is being reaped, close the client."""
-        await asyncio.gather(*(box.close() for box in list(self._open)))
-        await self._creates.settled(self.config.create_seconds + 30)
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
+        try:
+            await close_all(list(self._open.values()))
+        finally:
+            await self._creates.settled(self.config.create_seconds + 30)
+            if self._client is not None:
+                await self._client.close()
+                self._client = None
 
     async def _create(self, client: Any, params: Any, spec: SandboxSpec) -> ShellSandbox:
         async with _translated("create a sandbox"):
             async with asyncio.timeout(self.config.create_seconds + 10):
                 sandbox = await client.create(params, timeout=self.config.create_seconds)
         box = ShellSandbox(
-            _Carrier(client, sandbox),
+            _Carrier(client, sandbox, self._forget),
             sandbox_id=sandbox.id,
             workdir=spec.workdir or "/workspace",
             env=spec.env,
@@ -133,6 +135,9 @@ class DaytonaBackend:
             return await box.prepare()
         except SandboxLost as error:
             raise InfraError(f"the sandbox {sandbox.id} was lost while it started: {error}") from None
+
+    def _forget(self, sandbox_id: str) -> None:
+        self._open.pop(sandbox_id, None)
 
     async def _marked(self, mark: str) -> Sequence[str]:
         return [info.id for info in await self.list({Creates.MARK: mark})]
@@ -183,9 +188,10 @@ class DaytonaBackend:
 class _Carrier:
     """The calls of a shell sandbox, over the SDK."""
 
-    def __init__(self, client: Any, sandbox: Any) -> None:
+    def __init__(self, client: Any, sandbox: Any, on_closed: Callable[[str], None]) -> None:
         self._client = client
         self._sandbox = sandbox
+        self._on_closed = on_closed
 
     async def call(self, script: str, *, seconds: float) -> str:
         """Run a script; encoded, because the provider's shell may be one that reads globs and words differently."""
@@ -221,7 +227,10 @@ class _Carrier:
 
     async def close(self) -> None:
         """Delete it."""
-        await _delete(self._sandbox)
+        try:
+            await _delete(self._sandbox)
+        finally:
+            self._on_closed(self._sandbox.id)
 
 
 async def _delete(sandbox: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from rlcore.errors import ConfigError, InfraError, SandboxLost, Throttled
+from rlcore.sandbox_tools import close_all
 from rlcore.types import Problem, SandboxInfo, SandboxSpec
 
 from rlcore_docker.images import image_for
@@ -105,10 +106,12 @@ class DockerBackend:
 
     async def aclose(self) -> None:
         """Close every sandbox that this backend started, then the connections."""
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._open)))
-        if self._client is not None:
-            await asyncio.to_thread(self._client.close)
-            self._client = None
+        try:
+            await close_all(list(self._open))
+        finally:
+            if self._client is not None:
+                await asyncio.to_thread(self._client.close)
+                self._client = None
 
     async def _start(self, name: str, image: str, spec: SandboxSpec) -> DockerSandbox:
         workdir = spec.workdir or "/workspace"

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from rlcore.errors import ConfigError, InfraError, SandboxLost, Throttled
-from rlcore.sandbox_tools import speaks_of_quota
+from rlcore.sandbox_tools import close_all, speaks_of_quota
 from rlcore.shell_sandbox import Creates, ShellSandbox
 from rlcore.types import Problem, SandboxInfo, SandboxSpec
 
@@ -55,7 +55,7 @@ class ModalBackend:
         self._app: Any = None
         self._client: Any = None
         self._connecting: asyncio.Future[None] | None = None
-        self._open: set[ShellSandbox] = set()
+        self._open: dict[str, ShellSandbox] = {}
         self._creates = Creates(self._marked, self.delete)
 
     async def start(self, spec: SandboxSpec) -> ShellSandbox:
@@ -67,7 +67,7 @@ class ModalBackend:
         self._check(spec)
         await self._connected()
         box = await self._creates.one(lambda mark: self._create(spec, {**spec.labels, Creates.MARK: mark}))
-        self._open.add(box)
+        self._open[box.id] = box
         return box
 
     async def list(self, labels: Mapping[str, str]) -> Sequence[SandboxInfo]:
@@ -92,15 +92,17 @@ class ModalBackend:
 
     async def aclose(self) -> None:
         """Close every sandbox that this backend started, wait for what is being reaped, let go of the client."""
-        await asyncio.gather(*(box.close() for box in list(self._open)))
-        await self._creates.settled(self.config.create_seconds + 30)
-        if self._connecting is not None:
-            await asyncio.wait([self._connecting])
-        if self._app is not None:
-            self._app, self._connecting = None, None
-            ModalBackend._users -= 1
-            if ModalBackend._users == 0:  # the SDK has one client for the process
-                await self._client.close.aio()
+        try:
+            await close_all(list(self._open.values()))
+        finally:
+            await self._creates.settled(self.config.create_seconds + 30)
+            if self._connecting is not None:
+                await asyncio.wait([self._connecting])
+            if self._app is not None:
+                self._app, self._connecting = None, None
+                ModalBackend._users -= 1
+                if ModalBackend._users == 0:  # the SDK has one client for the process
+                    await self._client.close.aio()
 
     async def _create(self, spec: SandboxSpec, labels: Mapping[str, str]) -> ShellSandbox:
         import modal
@@ -124,7 +126,7 @@ class ModalBackend:
                     block_network=not spec.network,
                 )
         box = ShellSandbox(
-            _Carrier(sandbox),
+            _Carrier(sandbox, self._forget),
             sandbox_id=sandbox.object_id,
             workdir=spec.workdir or "/workspace",
             env=spec.env,
@@ -154,6 +156,9 @@ class ModalBackend:
                 f"{Path(spec.build_context) / 'Dockerfile'} is not there: a task without an image needs one"
             )
 
+    def _forget(self, sandbox_id: str) -> None:
+        self._open.pop(sandbox_id, None)
+
     async def _marked(self, mark: str) -> Sequence[str]:
         return [info.id for info in await self.list({Creates.MARK: mark})]
 
@@ -180,8 +185,9 @@ class ModalBackend:
 class _Carrier:
     """The calls of a shell sandbox, over the SDK."""
 
-    def __init__(self, sandbox: Any) -> None:
+    def __init__(self, sandbox: Any, on_closed: Callable[[str], None]) -> None:
         self._sandbox = sandbox
+        self._on_closed = on_closed
 
     async def call(self, script: str, *, seconds: float) -> str:
         """Run a script; the SDK says −1 for a time-out instead of raising."""
@@ -228,8 +234,11 @@ class _Carrier:
 
     async def close(self) -> None:
         """Terminate it and let go of the connection to it."""
-        await _terminated(self._sandbox.terminate.aio, self._sandbox.object_id)
-        await self._sandbox.detach.aio()
+        try:
+            await _terminated(self._sandbox.terminate.aio, self._sandbox.object_id)
+        finally:
+            self._on_closed(self._sandbox.object_id)
+            await self._sandbox.detach.aio()
 
     @asynccontextmanager
     async def _running(self, what: str, seconds: float) -> AsyncIterator[None]:
