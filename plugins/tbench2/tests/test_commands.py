@@ -125,6 +125,19 @@ def test_oracle_proves_a_set_and_does_not_run_a_task_twice(rlcore, tmp_path):
     assert "0 of 4 wrong solutions pass" in text
 
 
+def test_a_solution_gets_a_host_variable_by_permission_only(rlcore, tmp_path, monkeypatch):
+    """A task of somebody else must not read this machine's keys, in its solution either."""
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    folder = write_tasks(tmp_path / "set", kinds=["write"], per_kind=1)
+    with (folder / "write-0000" / "task.toml").open("a") as file:
+        file.write('\n[solution.env]\nA = "${JUDGE_KEY}"\n')
+    status, out, _ = rlcore("oracle", folder, "--json")
+    assert status == 1
+    assert "solution.env.A asks for the host variable JUDGE_KEY" in json.loads(out)["results"][0]["error"]
+    status, _, _ = rlcore("oracle", folder, "--set", "taskset.host_env=['JUDGE_KEY']")
+    assert status == 0
+
+
 def test_the_plugin_brings_nothing_heavy_to_the_command_line():
     import subprocess
 

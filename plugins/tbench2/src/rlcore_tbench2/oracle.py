@@ -120,7 +120,7 @@ async def _solve(task: Task, sandbox: Sandbox, folder: Path, script: str, timeou
         ["/bin/sh", "-c", f"exec $(command -v bash || echo sh) {SOLUTION}/{script}"],
         timeout=task.agent_seconds or timeout,
         cwd=task.sandbox.workdir if task.sandbox else None,
-        env=filled(file.solution_env, f"{task.id}: solution.env"),
+        env=filled(file.solution_env, f"{task.id}: solution.env", task.data["host_env"]),
     )
     await root_exec(
         sandbox, f"rm -rf {SOLUTION} 2>/dev/null || rm -rf {SOLUTION}/*", task, what="removing the solution"

@@ -74,7 +74,7 @@ class TaskFolders:
             "for those; dockerfile: always, and the Dockerfile before docker_image",
         )
         host_env: tuple[str, ...] = Field(
-            (), description="host variables that ${VAR} in environment.env and verifier.env may bring into a sandbox"
+            (), description="host variables that ${VAR} in the env tables of a task may bring into a sandbox"
         )
         localhost_images: bool = Field(False, description="images on localhost/ are there, so run their tasks")
         old_defaults: bool = Field(
@@ -199,6 +199,7 @@ class TaskFolders:
             "tests": str(folder.tests),
             "verifier_user": file.verifier.user,
             "verifier_env": dict(file.verifier_env),
+            "host_env": config.host_env,
         }
         if uploaded:
             data["upload"] = str(folder.environment)
