@@ -56,6 +56,20 @@ def rlcore_register_tasksets(register):
 @hookimpl
 def rlcore_register_agent_loops(register):
     register("say", Say)
+
+
+@hookimpl
+def rlcore_register_losses(register):
+    from rlcore_losses.losses import PPOClip
+
+    class Broken(PPOClip):
+        """A loss of the user's own that is not finite."""
+
+        def __call__(self, *arguments):
+            output = super().__call__(*arguments)
+            return output._replace(loss=output.loss * float("nan"))
+
+    register("broken", Broken)
 '''
 
 RUN = """

@@ -94,6 +94,26 @@ def test_a_killed_run_goes_on_from_its_last_complete_step(folder: Any) -> None:
     assert len(set(attempts)) == len(attempts), "an attempt was recorded twice"
 
 
+def test_no_two_lives_of_a_run_give_out_the_same_ids(make_folder: Any) -> None:
+    """Killed again before its next checkpoint, a resumed run starts from the same one a second time."""
+    folder = make_folder()
+    assert folder.train("--set", "run.steps=1").returncode == 0
+    resume = ("train", "-p", "say_env", "--resume", "runs/run", "--set", "run.checkpoint_every=0")
+    for life in (1, 2):
+        known = len(list(read_jsonl(folder.run / "requests.jsonl")))
+        process = folder.start(*resume, *SETS)
+        until = time.monotonic() + 60
+        while len(list(read_jsonl(folder.run / "requests.jsonl"))) < known + 24 and time.monotonic() < until:
+            time.sleep(0.1)
+        process.kill()
+        process.wait(timeout=10)
+        process.stdout.close()
+        assert len(list(read_jsonl(folder.run / "resumed.jsonl"))) == life
+    ids = [record["id"] for record in read_jsonl(folder.run / "requests.jsonl") if record["event"] == "intent"]
+    assert len(ids) >= 8 + 2 * 8
+    assert len(set(ids)) == len(ids), "a request was made twice under one id"
+
+
 @pytest.mark.fault("CKP-06")
 @pytest.mark.fault("CKP-04")
 def test_a_resumed_run_takes_the_tasks_of_an_uninterrupted_one(make_folder: Any) -> None:
@@ -140,9 +160,31 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_good_step(folder: Any) -> N
 def test_nothing_to_learn_stops_the_run_with_the_reason(folder: Any) -> None:
     done = folder.train("--set", "agent.reward=1.0", "--set", "run.steps=50", "--set", "run.max_empty_steps=3")
     assert done.returncode == 1
-    assert "3 steps in a row had nothing to train" in done.stderr
+    assert "3 steps in a row changed nothing" in done.stderr
     assert steps_of(folder) == [1, 2, 3]
     assert all(line["skipped"] for line in read_jsonl(folder.run / "metrics.jsonl"))
+
+
+def test_an_update_that_was_not_made_is_no_version(folder: Any) -> None:
+    """A gradient that is not finite changes no weights: nothing is published, and a row of them ends the run."""
+    done = folder.train("--set", "loss.name=broken", "--set", "run.steps=50", "--set", "run.max_empty_steps=2")
+    assert done.returncode == 1
+    assert "2 steps in a row changed nothing" in done.stderr
+    lines = list(read_jsonl(folder.run / "metrics.jsonl"))
+    assert [(line["skipped"], line["nonfinite"], line["policy_version"]) for line in lines] == [(1, 1, 0)] * 2
+    assert [alarm["kind"] for alarm in read_jsonl(folder.run / "alarms.jsonl")] == ["nonfinite"] * 2
+
+
+def test_a_run_without_a_checkpoint_does_not_offer_to_go_on(folder: Any) -> None:
+    process = folder.start("train", "-p", "say_env", "--config", "run.toml", "--set", "agent.seconds=30")
+    until = time.monotonic() + 60
+    while not (folder.run / "requests.jsonl").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "interrupted after 0 steps" in output
+    assert "to go on" not in output
 
 
 @pytest.mark.fault("ASY-13")

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from rlcore.errors import PolicyUnavailable, SandboxLost, TaskError, VerifierUnavailable
+from rlcore.errors import InfraError, PolicyUnavailable, SandboxLost, TaskError, VerifierUnavailable
 from rlcore.protocols import Episode, Sandbox
 from rlcore.rollout.episode import EpisodeRunner
 from rlcore.rollout.evaluate import evaluate, summarize, wilson
@@ -147,7 +147,11 @@ async def test_a_finished_attempt_has_its_verdict_and_its_clock() -> None:
         (sleep, 0.0, EndReason.TIMEOUT, 0.0),
         (sleep, VerifierUnavailable("wrote nothing"), EndReason.TIMEOUT, None),
         (None, VerifierUnavailable("timed out"), EndReason.TASK_COMPLETE, None),
-        (None, SandboxLost("gone"), EndReason.TASK_COMPLETE, None),
+        (None, SandboxLost("gone"), EndReason.SANDBOX_LOST, None),
+        (None, PolicyUnavailable("the judge is gone"), EndReason.POLICY_LOST, None),
+        (None, TimeoutError("a socket"), EndReason.ERROR, None),
+        (raises(InfraError("a proxy failed")), 1.0, EndReason.SANDBOX_LOST, None),
+        (raises(TimeoutError("a socket")), 1.0, EndReason.ERROR, None),
         (raises(SandboxLost("gone")), 1.0, EndReason.SANDBOX_LOST, None),
         (raises(PolicyUnavailable("dead")), 1.0, EndReason.POLICY_LOST, None),
         (raises(KeyError("bug")), 1.0, EndReason.ERROR, None),

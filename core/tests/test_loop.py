@@ -22,7 +22,7 @@ def run() -> tuple[Any, list[Mapping[str, Any]]]:
 
 
 async def test_a_part_that_hangs_while_closing_is_bounded_and_an_alarm(run: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(loop, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("rlcore.closing.CLOSE_SECONDS", 0.05)
     made, alarms = run
 
     async def aclose() -> None:
@@ -34,14 +34,29 @@ async def test_a_part_that_hangs_while_closing_is_bounded_and_an_alarm(run: Any,
     assert "aclose: no end within 0.05 s" in alarms[0]["message"]
 
 
-async def test_a_part_that_fails_while_closing_is_an_alarm_and_others_close(run: Any) -> None:
+@pytest.mark.parametrize("error", [PolicyUnavailable, KeyError, TimeoutError])
+async def test_a_part_that_fails_while_closing_is_an_alarm_and_others_close(run: Any, error: type[Exception]) -> None:
     made, alarms = run
 
     async def aclose() -> None:
-        raise PolicyUnavailable("the engine did not resume")
+        raise error("the engine did not resume")
 
     await made._close(aclose)
     assert "the engine did not resume" in alarms[0]["message"]
+
+
+async def test_a_part_with_a_bound_of_its_own_is_not_cut_short(run: Any, monkeypatch: Any) -> None:
+    """A lease closes its sandboxes within its own, longer bound."""
+    monkeypatch.setattr("rlcore.closing.CLOSE_SECONDS", 0.01)
+    made, alarms = run
+    closed = []
+
+    async def aclose() -> None:
+        await asyncio.sleep(0.1)
+        closed.append(True)
+
+    await made._close(aclose, 5.0)
+    assert (closed, alarms) == ([True], [])
 
 
 async def test_a_part_that_closes_is_silent(run: Any) -> None:

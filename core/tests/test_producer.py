@@ -54,6 +54,7 @@ def scheduler(
         "steps": 100,
         "attempt_retries": 1,
         "min_group": 2,
+        "max_lost": 100,
         "life": 0,
     } | settings
     order = order or TaskOrder(TASKS, seed=0)
@@ -219,6 +220,38 @@ async def test_a_row_of_errors_stops_the_run_with_the_traceback() -> None:
         async with asyncio.timeout(5):
             await producer.run()
     assert caught.group_contains(RunFailed, match=r"(?s)KeyError: 'x'.*agent\.py, line 3")
+
+
+async def test_one_task_that_crashes_its_agent_does_not_stop_the_run() -> None:
+    """All members of its group fail in a row: the group is dropped, the others are trained."""
+
+    async def crash(task: Task, trajectory: Trajectory) -> None:
+        if task.id == broken:
+            trajectory.end, trajectory.reward = EndReason.ERROR, None
+            trajectory.error, trajectory.info["traceback"] = "KeyError: 'x'", "File agent.py, line 3"
+
+    order = TaskOrder(TASKS, seed=0)
+    broken = TaskOrder(TASKS, seed=0).take()[1].id
+    producer, *_ = scheduler(Runner(crash), order, samples_per_task=4, in_flight=4)
+    task = asyncio.create_task(producer.run())
+    async with asyncio.timeout(5):
+        taken = await producer.take(0)
+    assert [group.id for group in taken] == ["g1", "g2"]
+    await stop(task)
+
+
+async def test_a_run_that_only_loses_groups_ends_with_the_last_reason() -> None:
+    """It made group after group for ever: no step came, so no bound on steps could end it."""
+
+    async def lose(task: Task, trajectory: Trajectory) -> None:
+        trajectory.end, trajectory.reward, trajectory.error = "done", None, "the verifier wrote no reward"
+
+    producer, _, groups = scheduler(Runner(lose), max_lost=7)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with asyncio.timeout(5):
+            await producer.run()
+    assert caught.group_contains(RunFailed, match="7 groups in a row had fewer than 2 .*the verifier wrote no reward")
+    assert len(groups) <= 8
 
 
 @pytest.mark.fault("ASY-12")

@@ -41,7 +41,24 @@ def test_a_fresh_run_refuses_a_directory_with_leftovers(tmp_path: Path, leftover
 
 def test_what_is_not_a_run_directory_cannot_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no manifest\.json"):
-        RunDirectory.reopen(tmp_path)
+        RunDirectory.reopen(tmp_path, {})
+
+
+def test_every_time_that_a_run_is_resumed_counts(directory: RunDirectory) -> None:
+    """Killed before its next checkpoint and resumed again, a run must not give out the same ids of attempts."""
+    directory.close()
+    lives = []
+    for _ in range(3):
+        again = RunDirectory.reopen(directory.path, {"recipe": "x"})
+        lives.append(again.life)
+        again.close()
+    assert lives == [1, 2, 3]
+
+
+def test_a_run_that_another_process_works_in_is_not_resumed(directory: RunDirectory) -> None:
+    with pytest.raises(ConfigError, match=f"another process works in {directory.path}"):
+        RunDirectory.reopen(directory.path, {})
+    assert not (directory.path / "resumed.jsonl").exists()
 
 
 def test_the_manifest_says_how_to_make_the_run_again(directory: RunDirectory) -> None:
@@ -159,13 +176,20 @@ def test_a_tracker_that_fails_is_switched_off_with_one_alarm() -> None:
 @pytest.mark.fault("OBS-09")
 def test_a_tracker_that_hangs_does_not_block_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlcore.record.trackers.FINISH_SECONDS", 0.2)
-    tracker = Tracker(hang_at="log")
-    trackers = Trackers([tracker], lambda alarm: None)
+    tracker, alarms = Tracker(hang_at="log"), list[Mapping[str, Any]]()
+    trackers = Trackers([tracker], alarms.append)
     trackers.log(1, {"reward": 1.0})
     started = time.monotonic()
     trackers.finish({})
     assert time.monotonic() - started < 5
     tracker.release.set()
+    assert ["did not take everything" in alarm["message"] for alarm in alarms] == [True]
+
+
+def test_a_tracker_that_fails_at_the_very_end_is_an_alarm_too() -> None:
+    alarms: list[Mapping[str, Any]] = []
+    Trackers([Tracker(fail_at="finish")], alarms.append).finish({})
+    assert ["finish failed" in alarm["message"] for alarm in alarms] == [True]
 
 
 def test_json_files_are_replaced_as_a_whole(directory: RunDirectory) -> None:

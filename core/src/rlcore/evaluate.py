@@ -7,20 +7,20 @@ same directory, it makes the attempts that are missing: none twice, and the same
 
 from __future__ import annotations
 
-import asyncio
-import fcntl
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from rlcore.closing import close_part
 from rlcore.config import EvaluationConfig, Offered
-from rlcore.errors import ConfigError, RlcoreError, RunFailed
+from rlcore.errors import ConfigError, RunFailed
 from rlcore.plugins import Plugins
 from rlcore.protocols import Engine, PolicyClient
-from rlcore.record.directory import write_json
+from rlcore.record.directory import claim, write_json
 from rlcore.record.jsonl import JsonlWriter, read_jsonl
 from rlcore.record.manifest import manifest
 from rlcore.rollout.episode import EpisodeRunner
@@ -32,8 +32,8 @@ from rlcore.types import Budget, EndReason, RunContext, Sampling, SandboxSpec, T
 
 __all__ = ["evaluate_policy"]
 
-CLOSE_SECONDS = 5.0
-"""Bound of closing one part."""
+log = logging.getLogger(__name__)
+
 PREFIX = "eval"
 MADE_AGAIN = (EndReason.POLICY_LOST, EndReason.SANDBOX_LOST, EndReason.ERROR, EndReason.CANCELLED)
 """Endings that say nothing about the policy: the next process makes such an attempt again."""
@@ -57,7 +57,7 @@ async def evaluate_policy(
         RunFailed: the infrastructure lost one attempt after the other.
     """
     tasks = _tasks(plugins, config)
-    with _claimed(directory):
+    with claim(directory):
         _check_manifest(config, plugins, directory)
         made = dict(_made(directory / "attempts.jsonl"))
         started = monotonic()
@@ -101,11 +101,11 @@ async def _runner(stack: AsyncExitStack, config: EvaluationConfig, plugins: Plug
     context = RunContext(directory.name, directory, config.attempts.seed, config.model.model_dump())
     if config.engine is not None:
         engine: Engine = _build(plugins, "engine", config.engine)
-        stack.push_async_callback(_bounded, engine.aclose)
+        stack.push_async_callback(close_part, engine.aclose, None, log.warning)
         await engine.start(context)
         context = RunContext(context.run_id, context.run_dir, context.seed, context.model, engine)
     policy: PolicyClient = _build(plugins, "policy", config.policy)
-    stack.push_async_callback(_bounded, policy.aclose)
+    stack.push_async_callback(close_part, policy.aclose, None, log.warning)
     await policy.start(context)
     ledger = RequestLedger(directory / "requests.jsonl")
     stack.callback(ledger.close)
@@ -117,7 +117,7 @@ async def _runner(stack: AsyncExitStack, config: EvaluationConfig, plugins: Plug
             ledger_path=directory / "sandboxes.jsonl",
             run_id=directory.name,
         )
-        stack.push_async_callback(_bounded, lease.aclose)
+        stack.push_async_callback(close_part, lease.aclose, lease.close_bound, log.warning)
     attempts = config.attempts
     sampling = Sampling(temperature=attempts.temperature, top_p=attempts.top_p, seed=attempts.seed)
 
@@ -159,18 +159,6 @@ class _Watch:
 
 
 # --- the directory ----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _claimed(directory: Path) -> Iterator[None]:
-    """Hold the directory: two processes that evaluate into it would make attempts twice."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"another process evaluates into {directory}: wait, or choose another --out") from None
-        yield
 
 
 def _check_manifest(config: EvaluationConfig, plugins: Plugins, directory: Path) -> None:
@@ -233,10 +221,3 @@ def _made(path: Path) -> Iterator[tuple[tuple[str, int], Trajectory]]:
         if record["end"] not in MADE_AGAIN:
             found = Trajectory(record["id"], record["task"], "", end=record["end"], reward=record["reward"])
             yield (record["task"], record["sample"]), found
-
-
-async def _bounded(close: Any) -> None:
-    """Close one part; one that hangs or fails does not keep the others from closing."""
-    with suppress(TimeoutError, RlcoreError):
-        async with asyncio.timeout(CLOSE_SECONDS):
-            await close()

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
+from rlcore.closing import close_part
 from rlcore.config import Offered, RunConfig
-from rlcore.errors import RlcoreError, RunFailed
+from rlcore.errors import RunFailed
 from rlcore.learn import checkpoints
 from rlcore.learn.rows import batch_of
 from rlcore.plugins import Plugins
@@ -30,18 +30,16 @@ from rlcore.rollout.episode import EpisodeRunner
 from rlcore.rollout.evaluate import Evaluation, evaluate
 from rlcore.rollout.lease import SandboxLease
 from rlcore.rollout.ledger import RequestLedger
+from rlcore.rollout.metrics import rollout_metrics
 from rlcore.rollout.order import TaskOrder
 from rlcore.rollout.publish import publish
 from rlcore.rollout.scheduler import Scheduler
 from rlcore.rollout.session import Session
-from rlcore.types import Budget, FinishReason, Group, RunContext, Sampling, Task, Trajectory, Turn
+from rlcore.types import Budget, RunContext, Sampling, Task, Trajectory
 
 __all__ = ["Progress", "train"]
 
 T = TypeVar("T")
-
-CLOSE_SECONDS = 5.0
-"""Bound of closing one part of a run."""
 
 
 class Progress(Protocol):
@@ -87,10 +85,10 @@ class _State:
     step: int = 0
     version: int = 0
     empty: int = 0
-    life: int = 0
     seconds: float = 0.0
     rewards: list[float | None] = field(default_factory=list)
     before: dict[str, Any] | None = None
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
 
 
 async def train(
@@ -131,7 +129,6 @@ class _Run:
         self.memory = PeakMemory()
         self.lease: SandboxLease | None = None
         self.trackers = Trackers([self._build("tracker", section) for section in config.trackers], self._alarm)
-        self.evaluations: list[dict[str, Any]] = []
 
     # --- from start to end
 
@@ -203,14 +200,9 @@ class _Run:
             unseen=unseen,
         )
 
-    async def _close(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Close one part of the run; one that hangs or fails is an alarm and does not keep the others from closing."""
-        try:
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await close()
-        except (TimeoutError, RlcoreError) as error:
-            what = f"no end within {CLOSE_SECONDS:g} s" if isinstance(error, TimeoutError) else str(error)
-            self._alarm({"kind": "close", "message": f"{getattr(close, '__qualname__', close)}: {what}"})
+    async def _close(self, close: Callable[[], Awaitable[None]], seconds: float | None = None) -> None:
+        """Close one part of the run; one that hangs or fails is an alarm."""
+        await close_part(close, seconds, lambda message: self._alarm({"kind": "close", "message": message}))
 
     async def _lease(self, stack: AsyncExitStack) -> SandboxLease | None:
         if self.config.sandbox is None:
@@ -224,7 +216,7 @@ class _Run:
             creates_in_flight=self.config.rollout.sandbox_creates,
             pool=self.config.rollout.sandbox_pool,
         )
-        stack.push_async_callback(self._close, lease.aclose)
+        stack.push_async_callback(self._close, lease.aclose, lease.close_bound)
         return lease
 
     def _runner(
@@ -269,7 +261,8 @@ class _Run:
             steps=self.config.run.steps - self.state.step,
             attempt_retries=rollout.attempt_retries,
             min_group=rollout.min_group,
-            life=self.state.life,
+            max_lost=self.config.run.max_empty_steps * rollout.tasks_per_step,
+            life=self.directory.life,
             attempted=self._attempted,
             finished=lambda group: self.plugins.notify("rlcore_group_finished", group=group),
         )
@@ -292,7 +285,7 @@ class _Run:
         groups = await scheduler.take(state.version)
         rolled = monotonic()
         batch = batch_of(groups, parts.advantage(groups), state.version, self.config.rollout.temperature)
-        metrics: dict[str, Any] = _rollout_metrics(groups, state.version)
+        metrics: dict[str, Any] = rollout_metrics(groups, state.version)
         metrics |= {f"dropped/{cause}": count for cause, count in scheduler.dropped.items()}
         result: StepResult | None = None
         trained = rolled
@@ -302,14 +295,16 @@ class _Run:
             metrics |= result.metrics
             trained = monotonic()
             self._check_finite(step, metrics)
+        else:
+            metrics["skipped"] = 1
+        if metrics.get("skipped"):
+            state.empty += 1
+        else:
+            state.empty = 0
             state.version += 1
             self.progress.phase(f"step {step}: publishing weights")
             await publish(parts.engine, state.version, parts.trainer.weights())
             self.plugins.notify("rlcore_weights_published", version=state.version)
-            state.empty = 0
-        else:
-            metrics["skipped"] = 1
-            state.empty += 1
         synced = monotonic()
         metrics |= await self._requests(parts)
         state.step = step
@@ -332,8 +327,9 @@ class _Run:
         self.progress.step(step, metrics)
         if state.empty >= self.config.run.max_empty_steps:
             raise RunFailed(
-                f"{state.empty} steps in a row had nothing to train: every group had equal rewards or no verdict "
-                f"(dropped so far: {dict(scheduler.dropped) or 'none'}); see {self.directory.path / 'attempts.jsonl'}"
+                f"{state.empty} steps in a row changed nothing: every group had equal rewards or no verdict (dropped so far: "
+                f"{dict(scheduler.dropped) or 'none'}), or no gradient was finite; see attempts.jsonl and alarms.jsonl in "
+                f"{self.directory.path}"
             )
         every = self.config.eval.every
         if every and step % every == 0 and step < self.config.run.steps:
@@ -393,10 +389,10 @@ class _Run:
         self.state = _State(
             step=saved["step"],
             version=saved["version"],
-            life=saved["life"] + 1,
             seconds=saved["seconds"],
             rewards=list(saved["rewards"]),
             before=saved["before"],
+            evaluations=list(saved["evaluations"]),
         )
 
     def _saved(self, step: int) -> bool:
@@ -411,10 +407,10 @@ class _Run:
             state.step,
             {
                 "version": state.version,
-                "life": state.life,
                 "seconds": state.seconds,
                 "rewards": state.rewards,
                 "before": state.before,
+                "evaluations": state.evaluations,
                 "order": order.state(),
                 "plugins": self.plugins.hash,
             },
@@ -458,11 +454,11 @@ class _Run:
             tasks,
             samples_per_task=section.samples_per_task,
             in_flight=self.config.rollout.in_flight,
-            prefix=f"eval-{self.state.life}-{when.replace(', ', '-').replace(' ', '-')}",
+            prefix=f"eval-{self.directory.life}-{when.replace(', ', '-').replace(' ', '-')}",
             attempted=self._attempted,
             retries=self.config.rollout.attempt_retries,
         )
-        self.evaluations.append({"when": when, "step": self.state.step, **evaluation.to_dict()})
+        self.state.evaluations.append({"when": when, "step": self.state.step, **evaluation.to_dict()})
         self.progress.evaluated(when, evaluation)
         return evaluation
 
@@ -486,57 +482,25 @@ class _Run:
             "peak_rss_gib": self.memory.peak_gib,
             "reward_by_step": state.rewards,
             **heldout,
-            "evaluations": self.evaluations,
+            "evaluations": state.evaluations,
             "sandboxes": asdict(self.lease.stats) if self.lease is not None else None,
         }
 
     def finish(self) -> None:
         """Write the summary and tell everyone; whatever happened before."""
         summary = self.summary()
-        with suppress(OSError):  # a full disk ended the run: the reason is on its way up already
+        try:
             self.directory.summary(summary)
-        self.trackers.finish(summary)
-        self.plugins.notify("rlcore_run_finished", run_id=self.directory.path.name, summary=summary)
-        self.directory.close()
+        except OSError as error:
+            if self.end == "finished":  # else the reason is on its way up already
+                raise RunFailed(f"the summary could not be written to {self.directory.path}: {error}") from error
+        finally:
+            self.trackers.finish(summary)
+            self.plugins.notify("rlcore_run_finished", run_id=self.directory.path.name, summary=summary)
+            self.directory.close()
 
 
 _INF = float("inf")
-
-
-def _rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, Any]:
-    """What the attempts of a step say; a measurement of nothing is ``None``."""
-    attempts = [t for group in groups for t in group.trajectories]
-    scored = [t.reward for t in attempts if t.reward is not None]
-    lengths = [t.sampled_tokens for t in attempts]
-    ages = [version - t.min_policy_version for t in attempts if t.min_policy_version is not None]
-    ends = Counter(t.end for t in attempts)
-    return {
-        "reward": _mean(scored),
-        "success": _mean([float(reward >= 1) for reward in scored]),
-        "no_verdict": 1 - len(scored) / len(attempts),
-        "zero_variance": _mean([float(len({r for r in g.rewards if r is not None}) < 2) for g in groups]),
-        "truncated": _mean([float(any(_cut(turn) for turn in t.turns)) for t in attempts]),
-        "tokens_per_attempt": _mean(lengths),
-        "tokens_per_attempt/max": max(lengths),
-        "turns": _mean([len(t.turns) for t in attempts]),
-        "age": _mean(ages),
-        "age/max": max(ages, default=None),
-        **{f"end/{end}": count / len(attempts) for end, count in sorted(ends.items())},
-        **{f"seconds/{part}": seconds for part, seconds in _part_means(attempts)},
-    }
-
-
-def _cut(turn: Turn) -> bool:
-    return turn.completion.finish_reason is FinishReason.LENGTH
-
-
-def _part_means(attempts: Sequence[Trajectory]) -> Iterator[tuple[str, float | None]]:
-    for part in ("reset", "agent", "verify", "close"):
-        yield f"attempt/{part}", _mean([t.seconds[part] for t in attempts if part in t.seconds])
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 async def _beside(producer: asyncio.Task[None], work: Awaitable[T]) -> T:

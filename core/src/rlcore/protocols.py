@@ -465,7 +465,8 @@ class Trainer(Protocol):
     async def step(self, batch: Batch, objective: Objective) -> StepResult:
         """One optimizer step: log-probs, correction, loss sums, one global denominator, clipping, update.
 
-        A gradient that is not finite leaves the weights as they were and sets the metric ``nonfinite`` to 1.
+        A gradient that is not finite is not applied and sets the metric ``nonfinite`` to 1. Where the weights are as they
+        were (that, or nothing left to train on), the metric ``skipped`` is 1: no version is published then.
         """
         ...
 

@@ -15,7 +15,7 @@ import typer
 
 from rlcore.cli._run_options import ConfigOption, RecipeArgument, SetOption, resolve_run, resolve_saved
 from rlcore.cli._tables import print_table
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, RunFailed
 from rlcore.resolve import absent
 from rlcore.types import Problem
 
@@ -100,15 +100,15 @@ def _run(plugins: Plugins, resolved: Resolved, resume: Path | None, as_json: boo
     from rlcore.record.manifest import manifest
 
     config = resolved.config
+    recipe = config.recipe.name if config.recipe is not None else None
+    facts = manifest(recipe, config.model_dump(mode="json"), plugins.provenance())
     if resume is not None:
-        directory = RunDirectory.reopen(resume)
+        directory = RunDirectory.reopen(resume, facts)
     else:
-        recipe = config.recipe.name if config.recipe is not None else None
         name = config.run.id if config.run.id is not None else f"{recipe or 'run'}-{strftime('%Y%m%d-%H%M%S')}"
         if Path(name).name != name or name in ("", ".", ".."):
             raise ConfigError(f"run.id: {name!r} is not a plain directory name")
-        path = Path(config.run.dir) / name
-        directory = RunDirectory.create(path, manifest(recipe, config.model_dump(mode="json"), plugins.provenance()))
+        directory = RunDirectory.create(Path(config.run.dir) / name, facts)
     with progress(config.run.steps, quiet=as_json) as display:
         status, summary = asyncio.run(_train(plugins, resolved, directory, display, resume is not None))
     _report(directory.path, summary, as_json)
@@ -137,7 +137,10 @@ async def _train(
     except asyncio.CancelledError:
         if not received:
             raise
-        return 128 + received[0], read_json(directory.path / "summary.json")
+        try:
+            return 128 + received[0], read_json(directory.path / "summary.json")
+        except (OSError, ValueError) as error:
+            raise RunFailed(f"interrupted, and without a summary in {directory.path}: {error}") from error
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
@@ -145,6 +148,7 @@ async def _train(
 
 def _report(path: Path, summary: Mapping[str, Any], as_json: bool) -> None:
     """The summary for a person (or a program), and the picture."""
+    from rlcore.learn.checkpoints import complete
     from rlcore.record.picture import reward_png, sparkline
 
     drawn = reward_png(path / "reward.png", summary)
@@ -167,5 +171,5 @@ def _report(path: Path, summary: Mapping[str, Any], as_json: bool) -> None:
     if drawn:
         print(f"  picture          {path / 'reward.png'}")
     print(f"  everything       {path}")
-    if summary["end"] != "finished":
+    if summary["end"] != "finished" and complete(path / "checkpoints"):
         print(f"  to go on         rlcore train --resume {path}")

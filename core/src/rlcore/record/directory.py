@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rlcore.errors import ConfigError
 from rlcore.record.jsonl import JsonlWriter, plain
 from rlcore.types import Group, Sample, Trajectory
 
-__all__ = ["RunDirectory"]
+__all__ = ["RunDirectory", "claim"]
 
 
 class RunDirectory:
     """Writes ``manifest.json``, ``metrics.jsonl``, ``attempts.jsonl``, ``alarms.jsonl``, ``trajectories/``, ``summary.json``.
 
-    Use :meth:`create` for a new run and :meth:`reopen` to go on with one.
+    Use :meth:`create` for a new run and :meth:`reopen` to go on with one; ``resumed.jsonl`` has a line for each time.
+
+    Attributes:
+        path: the directory.
+        life: how often the run was resumed; it makes the ids of attempts that are made again unique.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.life = 0
+        self._claim = claim(path)
         self._metrics = JsonlWriter(path / "metrics.jsonl")
         self._attempts = JsonlWriter(path / "attempts.jsonl")
         self._alarms = JsonlWriter(path / "alarms.jsonl")
@@ -45,10 +52,18 @@ class RunDirectory:
         return cls(path)
 
     @classmethod
-    def reopen(cls, path: Path) -> RunDirectory:
-        """Go on with a run. Raises ``ConfigError`` if ``path`` is not the directory of one."""
+    def reopen(cls, path: Path, manifest: Mapping[str, Any]) -> RunDirectory:
+        """Go on with a run; ``manifest`` is what it goes on with.
+
+        Raises:
+            ConfigError: ``path`` is not the directory of a run, or another process still works in it.
+        """
         cls.manifest_of(path)
-        return cls(path)
+        directory, record = cls(path), path / "resumed.jsonl"
+        with JsonlWriter(record) as resumed:
+            resumed.write({"time": time.time(), **manifest}, flush=True)
+        directory.life = record.read_bytes().count(b"\n")
+        return directory
 
     @staticmethod
     def manifest_of(path: Path) -> dict[str, Any]:
@@ -129,9 +144,24 @@ class RunDirectory:
         write_json(self.path / "summary.json", summary)
 
     def close(self) -> None:
-        """Flush and close every file."""
-        for writer in (self._metrics, self._attempts, self._alarms):
-            writer.close()
+        """Flush and close every file, and let go of the directory."""
+        for file in (self._metrics, self._attempts, self._alarms, self._claim):
+            file.close()
+
+
+def claim(path: Path) -> IO[str]:
+    """Hold a directory (made if need be) until what this returns is closed: two processes that write into one would make work twice.
+
+    Raises ``ConfigError`` if another process holds it.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    lock = (path / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise ConfigError(f"another process works in {path}: wait for its end, or choose another directory") from None
+    return lock
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -20,8 +20,8 @@ FINISH_SECONDS = 10.0
 class Trackers:
     """Calls each tracker in a thread of its own, in order.
 
-    A tracker that raises is switched off with one alarm; one that hangs loses what comes after and delays the end of the
-    run by at most ten seconds.
+    A tracker that raises is switched off with one alarm; one that hangs delays the end of the run by at most ten seconds
+    and is an alarm then.
     """
 
     def __init__(self, trackers: Sequence[Tracker], alarm: Callable[[Mapping[str, Any]], None]) -> None:
@@ -58,9 +58,7 @@ class _Worker:
         self._thread.start()
 
     def tell(self, method: str, arguments: tuple[Any, ...]) -> None:
-        if self._failure:
-            message, self._failure = self._failure, ""
-            self._alarm({"kind": "tracker", "message": message})
+        self._report()
         if self._failure is None and not self._calls.full():
             self._calls.put((method, arguments))
 
@@ -68,6 +66,15 @@ class _Worker:
         if not self._calls.full():
             self._calls.put(None)
         self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._failure = f"tracker {type(self._tracker).__name__} did not take everything by the end of the run"
+        self._report()
+
+    def _report(self) -> None:
+        """One alarm for a failure; from the thread of the run."""
+        if self._failure:
+            message, self._failure = self._failure, ""
+            self._alarm({"kind": "tracker", "message": message})
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:

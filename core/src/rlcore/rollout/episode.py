@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from time import monotonic
 
-from rlcore.errors import InfraError, PolicyUnavailable, SandboxLost, TaskError
+from rlcore.errors import InfraError, PolicyUnavailable, TaskError, VerifierUnavailable
 from rlcore.protocols import AgentLoop, Grader, Sandbox
 from rlcore.rollout.rewards import coerce_reward
 from rlcore.rollout.session import BudgetExhausted, Session
@@ -76,26 +76,25 @@ class EpisodeRunner:
         return trajectory
 
     async def _play(self, task: Task, episode: _Episode, seconds: float, trajectory: Trajectory) -> None:
+        clock = asyncio.timeout(seconds)
         try:
-            async with asyncio.timeout(seconds):
+            async with clock:
                 result = await self.agent.run(task, episode)
             trajectory.end = result.end
             trajectory.info.update(result.info)
             if result.reward is not None:
                 trajectory.reward = coerce_reward(result.reward, f"agent loop {_whose(self.agent)}, task {task.id}")
-        except TimeoutError:
-            trajectory.end = EndReason.TIMEOUT
         except BudgetExhausted as error:
             trajectory.end = error.reason
-        except PolicyUnavailable as error:
-            trajectory.end, trajectory.error = EndReason.POLICY_LOST, _say(error)
-        except SandboxLost as error:
-            trajectory.end, trajectory.error = EndReason.SANDBOX_LOST, _say(error)
-        except (InfraError, TaskError) as error:
+        except InfraError as error:
+            trajectory.end, trajectory.error = _lost(error), _say(error)
+        except TaskError as error:
             trajectory.end, trajectory.error = EndReason.ERROR, _say(error)
         except Exception as error:  # noqa: BLE001 - an agent loop's bug: kept with its traceback; the scheduler stops a run of them
-            trajectory.end, trajectory.error = EndReason.ERROR, _say(error)
-            trajectory.info["traceback"] = traceback.format_exc()
+            if clock.expired() and isinstance(error, TimeoutError):
+                trajectory.end = EndReason.TIMEOUT
+            else:
+                _blame(trajectory, error)
 
     async def _judge(self, task: Task, sandbox: Sandbox | None, trajectory: Trajectory) -> None:
         if trajectory.end in UNGRADED:
@@ -106,18 +105,21 @@ class EpisodeRunner:
                 trajectory.error = "the agent loop gave no reward and no grader is configured"
             return
         trajectory.reward = None
+        clock = asyncio.timeout(task.verifier_seconds + VERIFIER_GRACE)
         try:
-            async with asyncio.timeout(task.verifier_seconds + VERIFIER_GRACE):
+            async with clock:
                 verdict = await self.grader.grade(task, sandbox, trajectory)
             trajectory.info.update(verdict.info)
             trajectory.reward = coerce_reward(verdict.reward, f"grader {_whose(self.grader)}, task {task.id}")
-        except TimeoutError:
-            trajectory.error = f"no verdict within {task.verifier_seconds:g} s"
-        except (InfraError, TaskError) as error:
+        except (VerifierUnavailable, TaskError) as error:
             trajectory.error = _say(error)
+        except InfraError as error:  # lost while it was judged: made again, as if it had been lost before
+            trajectory.end, trajectory.error = _lost(error), f"while it was judged: {_say(error)}"
         except Exception as error:  # noqa: BLE001 - a grader's bug: no verdict, kept with its traceback
-            trajectory.end, trajectory.error = EndReason.ERROR, _say(error)
-            trajectory.info["traceback"] = traceback.format_exc()
+            if clock.expired() and isinstance(error, TimeoutError):
+                trajectory.error = f"no verdict within {task.verifier_seconds:g} s"
+            else:
+                _blame(trajectory, error)
 
 
 class _Clock:
@@ -136,6 +138,16 @@ class _Clock:
 def _whose(part: object) -> str:
     """The class and the package that it comes from, for messages."""
     return f"{type(part).__name__} of {type(part).__module__.partition('.')[0]}"
+
+
+def _lost(error: InfraError) -> EndReason:
+    return EndReason.POLICY_LOST if isinstance(error, PolicyUnavailable) else EndReason.SANDBOX_LOST
+
+
+def _blame(trajectory: Trajectory, error: Exception) -> None:
+    """An agent loop or grader raised what it should not."""
+    trajectory.end, trajectory.error = EndReason.ERROR, _say(error)
+    trajectory.info["traceback"] = traceback.format_exc()
 
 
 def _say(error: BaseException) -> str:

@@ -36,6 +36,7 @@ class Scheduler:
         steps: steps that are still to come: no group is begun that none of them would take.
         attempt_retries: times that an attempt which the infrastructure ended is made again.
         min_group: attempts with a verdict that a group needs.
+        max_lost: groups in a row without enough verdicts that end the run: it would go on for ever.
         life: how often the run was resumed; keeps the ids of attempts that are made again unique.
         attempted: called with each attempt that ended, with or without a verdict.
         finished: called with each group that ended.
@@ -53,6 +54,7 @@ class Scheduler:
         steps: int,
         attempt_retries: int,
         min_group: int,
+        max_lost: int,
         life: int,
         attempted: Callable[[Trajectory], None],
         finished: Callable[[Group], None],
@@ -71,7 +73,9 @@ class Scheduler:
         self._needed = steps * tasks_per_step
         self._begun = 0
         self._gate = asyncio.Event()
-        self._errors_in_a_row = 0
+        self._max_lost = max_lost
+        self._lost_in_a_row = 0
+        self._errors: list[str] = []
         self._positions: dict[str, int] = {}
         self.dropped: Counter[str] = Counter()
         self.buffer = GroupBuffer(max_age, lambda group: self._drop(group, "age"))
@@ -122,7 +126,9 @@ class Scheduler:
         verdicts = sum(reward is not None for reward in group.rewards)
         if verdicts < self._min_group:
             self._drop(group, "no verdict")
+            self._watch_lost(group)
         else:
+            self._lost_in_a_row = 0
             await self.buffer.put(group)
 
     async def _attempt(self, task: Task, group_id: str, member: int) -> Trajectory:
@@ -141,10 +147,23 @@ class Scheduler:
         return trajectory
 
     def _watch_errors(self, trajectory: Trajectory) -> None:
-        """A bug in an agent loop or grader costs an attempt; a whole group of them in a row stops the run."""
-        self._errors_in_a_row = self._errors_in_a_row + 1 if trajectory.end == EndReason.ERROR else 0
-        if self._errors_in_a_row >= max(2, self._samples_per_task):
+        """A bug in an agent loop or grader costs an attempt; a whole group of them, on more than one task, stops the run."""
+        if "traceback" not in trajectory.info:
+            self._errors.clear()
+            return
+        self._errors.append(trajectory.task_id)
+        if len(self._errors) >= max(2, self._samples_per_task) and len(set(self._errors)) > 1:
             raise RunFailed(
-                f"{self._errors_in_a_row} attempts in a row ended in an error; the last one (task {trajectory.task_id}): "
-                f"{trajectory.error}\n{trajectory.info.get('traceback', '')}".rstrip()
+                f"{len(self._errors)} attempts in a row ended in an error; the last one (task {trajectory.task_id}): "
+                f"{trajectory.error}\n{trajectory.info['traceback']}".rstrip()
+            )
+
+    def _watch_lost(self, group: Group) -> None:
+        """One broken task costs a group; nothing but lost groups stops the run, with the last reason."""
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row >= self._max_lost:
+            errors = [trajectory.error for trajectory in group.trajectories if trajectory.error]
+            raise RunFailed(
+                f"{self._lost_in_a_row} groups in a row had fewer than {self._min_group} attempts with a verdict; the last "
+                f"reason (task {group.task.id}): {errors[-1] if errors else 'none was given'}"
             )

@@ -72,10 +72,14 @@ class Update:
         metrics: dict[str, float] = {}
         for reference in self.models[1:]:
             self._add_reference(reference)
+        updates = 0
         for epoch in range(epochs):
-            metrics |= self._epoch(epoch, wants_old)
-            if metrics["nonfinite"]:
+            made = self._epoch(epoch, wants_old)
+            metrics |= made
+            updates += not (made["skipped"] or made["nonfinite"])
+            if made["nonfinite"]:
                 break
+        metrics["skipped"] = float(updates == 0)
         metrics |= {name: value for name, stat in self.stats.items() if (value := stat.value()) is not None}
         metrics |= self._mismatch() | self._costs()
         logprobs = [part.tolist() for part in self.old.split(np.diff(self.rows.cu_seqlens).tolist())]
@@ -140,7 +144,7 @@ class Update:
             optimizer.clear()
             return {"skipped": 1.0, "nonfinite": 0.0}
         norm = optimizer.grad_norm() / denominator
-        metrics = {"loss": loss / denominator, "grad_norm": norm, "lr": lr}
+        metrics = {"loss": loss / denominator, "grad_norm": norm, "lr": lr, "skipped": 0.0}
         if not (math.isfinite(norm) and math.isfinite(loss)):
             optimizer.clear()
             return {**metrics, "nonfinite": 1.0}
