@@ -173,7 +173,7 @@ def key_file(world: World, text: str | None, mode: int = 0o600) -> None:
     if text is not None:
         path.write_text(text)
         path.chmod(mode)
-    world.set(f"sandbox.api_key_file={path}")
+    world.set(f"sandbox.api_key.file={path}")
 
 
 def shard(world: World, change: Callable[[Path], None]) -> None:

@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import rlcore_daytona.backend
+from pydantic import ValidationError
 from rlcore.errors import ConfigError, InfraError, SandboxLost, Throttled
 from rlcore.rollout.lease import SandboxLease
 from rlcore.types import SandboxSpec
@@ -218,9 +219,16 @@ async def test_missing_or_wrong_credentials_are_a_configuration_error(make_backe
         await backend.start(SandboxSpec())
     await backend.aclose()
     (tmp_path / "key").write_text("good-key\n")
-    backend = make_backend(api_key_file=str(tmp_path / "key"))
-    await backend.start(SandboxSpec())
-    await backend.aclose()
+    monkeypatch.setenv("OTHER_KEY", "good-key")
+    for place in ({"file": str(tmp_path / "key")}, {"env": "OTHER_KEY"}):
+        backend = make_backend(api_key=place)
+        await backend.start(SandboxSpec())
+        await backend.aclose()
+        assert "good-key" not in backend.config.model_dump_json() + repr(backend.config)
+    with pytest.raises(ConfigError, match=r"no secret in file .*absent"):
+        await make_backend(api_key={"file": str(tmp_path / "absent")}).start(SandboxSpec())
+    with pytest.raises(ValidationError, match="a secret is not written down"):
+        make_backend(api_key="good-key")
     monkeypatch.delenv("DAYTONA_API_KEY")
     with pytest.raises(ConfigError, match="DAYTONA_API_KEY"):
         await make_backend().start(SandboxSpec())

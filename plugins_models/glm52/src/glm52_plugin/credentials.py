@@ -18,12 +18,8 @@ PROVIDERS = {"daytona": ("DAYTONA_API_KEY",), "modal": ("MODAL_TOKEN_ID", "MODAL
 
 def credentials(run: RunConfig) -> Iterator[str]:
     """Names of variables, and paths of files (these hold a ``/`` or a ``.``)."""
-    if run.sandbox is not None:
-        file = getattr(run.sandbox.options, "api_key_file", None)
-        if file is not None:
-            yield str(file)
-        else:
-            yield from PROVIDERS.get(run.sandbox.name.rpartition(":")[2], ())
+    if run.sandbox is not None and getattr(run.sandbox.options, "api_key", None) is None:
+        yield from PROVIDERS.get(run.sandbox.name.rpartition(":")[2], ())
     for section in (run.sandbox, run.policy, *run.trackers):
         options = section and section.options
         for name in type(options).model_fields if options is not None else ():

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict, Field
+from rlcore.config import Secret
 from rlcore.errors import ConfigError, InfraError, SandboxLost, Throttled
 from rlcore.sandbox_tools import close_all, speaks_of_quota
 from rlcore.shell_sandbox import Creates, ShellSandbox
@@ -28,8 +29,8 @@ GONE = {"destroyed", "destroying", "archived", "archiving"}
 class DaytonaBackend:
     """Sandboxes of Daytona.
 
-    Credentials come from ``DAYTONA_API_KEY`` or a file that holds the key; ``DAYTONA_API_URL`` and ``DAYTONA_TARGET`` as
-    the SDK reads them. Outputs are kept apart and bounded by a supervisor in the sandbox, because the provider's own exec
+    Credentials come from ``api_key`` or ``DAYTONA_API_KEY``; ``DAYTONA_API_URL`` and ``DAYTONA_TARGET`` as the SDK reads
+    them. Outputs are kept apart and bounded by a supervisor in the sandbox, because the provider's own exec
     merges them and returns them whole.
     """
 
@@ -47,7 +48,9 @@ class DaytonaBackend:
         )
         memory_mb: int | None = Field(None, ge=1, description="memory of a sandbox whose task names none, in MiB")
         disk_mb: int | None = Field(None, ge=1, description="disk of a sandbox whose task names none, in MiB")
-        api_key_file: str | None = Field(None, description="file that holds the API key; null: DAYTONA_API_KEY")
+        api_key: Secret | None = Field(
+            None, description="API key, {env = NAME} or {file = PATH}; null: DAYTONA_API_KEY"
+        )
         api_url: str | None = Field(None, description="address of the API; null: DAYTONA_API_URL, else the provider's")
         target: str | None = Field(None, description="region; null: DAYTONA_TARGET, else the organization's")
         auto_stop_min: int = Field(
@@ -311,15 +314,12 @@ def _epoch(text: str | None) -> float | None:
 
 
 def _key(config: DaytonaBackend.Config) -> str | None:
-    """The key of the named file; ``None``: the SDK reads the environment."""
-    if config.api_key_file is not None:
-        try:
-            return Path(config.api_key_file).expanduser().read_text().strip()
-        except OSError as error:
-            raise ConfigError(f"sandbox.api_key_file: {error}") from None
+    """The configured key; ``None``: the SDK reads the environment."""
+    if config.api_key is not None:
+        return config.api_key.read()
     if not (os.environ.get("DAYTONA_API_KEY") or os.environ.get("DAYTONA_JWT_TOKEN")):
         raise ConfigError(
-            "no Daytona credentials: set DAYTONA_API_KEY, or sandbox.api_key_file to a file that holds the key"
+            "no Daytona credentials: set DAYTONA_API_KEY, or sandbox.api_key.file to a file that holds it"
         )
     return None
 
