@@ -215,7 +215,8 @@ async def test_a_sandbox_that_dies_is_the_infrastructures_fault(play, make_task,
     played = await play(task, ["TASK_COMPLETE"])
     await killing
     assert played.trajectory.reward is None
-    assert played.trajectory.error.startswith("SandboxLost")
+    assert played.trajectory.end == "sandbox_lost", "it is made again on a fresh one"
+    assert played.trajectory.error.startswith("while it was judged: SandboxLost")
 
 
 async def test_scripts_with_windows_line_ends_run_all_the_same(play, make_task):
@@ -227,7 +228,7 @@ async def test_a_script_without_a_shebang_runs_in_a_shell(play, make_task):
     assert (await verdict_of(play, make_task("[[ 1 == 1 ]] && echo 1 > /logs/verifier/reward.txt"))).reward == 1.0
 
 
-@pytest.mark.parametrize(("command", "end"), [("true", "task_complete"), ("false", "error")])
+@pytest.mark.parametrize(("command", "end"), [("true", "task_complete"), ("false", "sandbox_lost")])
 async def test_a_health_check_is_waited_for_before_the_agent_begins(play, make_task, command, end):
     toml = f'[metadata.rlcore]\nimage_optional = true\n[environment]\nworkdir = "/workspace"\nhealthcheck = {{command = "{command}"'
     toml += ', interval_sec = 0.05, retries = 2}\nnetwork_mode = "no-network"\n'
