@@ -57,11 +57,15 @@ class Throttled(InfraError):
 
     Attributes:
         retry_after: seconds that the provider asked to wait, or ``None`` if it did not say.
+        quota: whether a quota is used up, which ends when something is freed; a rate limit ends with time.
+        cpus: cores that the quota allows in all, or ``None`` if the provider did not say.
     """
 
-    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, retry_after: float | None = None, quota: bool = False, cpus: float | None = None
+    ) -> None:
         super().__init__(message)
-        self.retry_after = retry_after
+        self.retry_after, self.quota, self.cpus = retry_after, quota, cpus
 
 
 class SandboxLost(InfraError):

@@ -32,15 +32,16 @@ async def test_a_rate_limit_says_how_long_to_wait(backend, server):
     server.faults["create"] = [(429, "ThrottlerException: Too Many Requests", {"Retry-After": "1"})]
     with pytest.raises(Throttled) as caught:
         await backend.start(SandboxSpec())
-    assert caught.value.retry_after == 1.0
+    assert (caught.value.retry_after, caught.value.quota) == (1.0, False)
 
 
 @pytest.mark.fault("SBX-19")
 @pytest.mark.parametrize("refusal", QUOTAS, ids=lambda refusal: f"{refusal[0]} {refusal[1][:22]}")
 async def test_a_used_up_quota_is_throttling_in_every_wording(backend, server, refusal):
     server.faults["create"] = [refusal]
-    with pytest.raises(Throttled):
+    with pytest.raises(Throttled) as caught:
         await backend.start(SandboxSpec())
+    assert (caught.value.quota, caught.value.cpus) == (True, 500.0 if "CPU" in refusal[1] else None)
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,9 @@ pytestmark = pytest.mark.anyio
 )
 async def test_a_used_up_quota_is_throttling(backend, server, refusal):
     server.faults["create"] = [refusal]
-    with pytest.raises(Throttled):
+    with pytest.raises(Throttled) as caught:
         await backend.start(SandboxSpec())
+    assert caught.value.quota
 
 
 @pytest.mark.parametrize(

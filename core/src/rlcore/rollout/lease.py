@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import random
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -23,7 +22,7 @@ from typing import Any
 from rlcore.errors import ConfigError, InfraError, SandboxLost, Throttled
 from rlcore.protocols import Sandbox, SandboxBackend
 from rlcore.record.jsonl import JsonlWriter, read_jsonl
-from rlcore.sandbox_tools import ownership, speaks_of_quota
+from rlcore.sandbox_tools import ownership
 from rlcore.types import SandboxSpec
 
 __all__ = ["LeaseStats", "SandboxLease", "lifetimes"]
@@ -85,13 +84,12 @@ class _Admission:
         self._probe_at = 0.0
         self._freed = asyncio.Event()
 
-    def refused(self, text: str, spec: SandboxSpec, live: int, creating: int) -> None:
+    def refused(self, error: Throttled, spec: SandboxSpec, live: int, creating: int) -> None:
         """Learn from a refusal while ``live`` sandboxes were up and ``creating`` other creates had no answer yet."""
         limit = live + creating
-        told = re.search(r"cpu limit\D+(\d+)", text, re.IGNORECASE)
-        if told and spec.cpus:
-            limit = min(limit, int(int(told[1]) / spec.cpus))
-        if limit > 0 and speaks_of_quota(text):
+        if error.cpus and spec.cpus:
+            limit = min(limit, int(error.cpus / spec.cpus))
+        if limit > 0 and error.quota:
             self.limit = limit if self.limit is None else min(limit, self.limit)
             self._probe_at = time.monotonic() + self._probe_s
 
@@ -291,7 +289,7 @@ class SandboxLease:
                     refused = error
                     self.stats.throttled += 1
                     self._note(key, "throttled", error=str(error), retry_after=error.retry_after)
-                    self._admission.refused(str(error), spec, self.stats.live, self._creating - 1)
+                    self._admission.refused(error, spec, self.stats.live, self._creating - 1)
                 except Exception as error:
                     self.stats.failed += 1
                     self._note(key, "failed", error=str(error))

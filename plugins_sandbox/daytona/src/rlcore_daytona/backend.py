@@ -6,6 +6,7 @@ import asyncio
 import base64
 import math
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -268,7 +269,9 @@ async def _translated(what: str, *, running: bool = False) -> AsyncIterator[None
         if running and isinstance(error, errors.DaytonaNotFoundError | errors.DaytonaGoneError):
             raise SandboxLost(text) from None
         if speaks_of_quota(str(error)):
-            raise Throttled(text, retry_after=_retry_after(error)) from None
+            told = re.search(r"cpu limit\D+(\d+)", text, re.IGNORECASE)
+            cpus = float(told[1]) if told else None
+            raise Throttled(text, retry_after=_retry_after(error), quota=True, cpus=cpus) from None
         never = (
             errors.DaytonaAuthenticationError,
             errors.DaytonaForbiddenError,

@@ -300,7 +300,7 @@ async def _translated(what: str, *, running: bool = False) -> AsyncIterator[None
     except (errors.SandboxTerminatedError, errors.SandboxTimeoutError) as error:
         raise SandboxLost(f"cannot {what}: {error}") from None
     except errors.ResourceExhaustedError as error:
-        raise Throttled(f"cannot {what} now: {error}") from None
+        raise Throttled(f"cannot {what} now: {error}", quota="rate limit" not in str(error).lower()) from None
     except errors.Error as error:
         text = f"cannot {what}: {error}"
         if running:
@@ -308,7 +308,7 @@ async def _translated(what: str, *, running: bool = False) -> AsyncIterator[None
                 raise SandboxLost(text) from None
             raise InfraError(text) from None
         if speaks_of_quota(str(error)):
-            raise Throttled(text) from None
+            raise Throttled(text, quota=True) from None
         if isinstance(error, errors.AuthError):
             raise ConfigError(f"{text}: {REMEDY}") from None
         never = (errors.PermissionDeniedError, errors.InvalidError, errors.NotFoundError, errors.ImageBuildError)
