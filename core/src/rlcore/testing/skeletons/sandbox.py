@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
@@ -111,6 +112,7 @@ class Namespace:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(write,),
                 env=ENVIRONMENT,
+                start_new_session=True,
             )
             told = {"outer": process.pid, "labels": labels, "created": time.time()}
             self.record.parent.mkdir(parents=True, exist_ok=True)
@@ -172,12 +174,10 @@ class Namespace:
             told = json.loads(self.record.read_text())
         except (OSError, ValueError):
             return
-        for pid in (told.get("pid"), told["outer"]):
-            try:
-                if pid is not None:
-                    os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(told["outer"], signal.SIGKILL)  # the group: before it is set up, process 1 does not end with bwrap
+        with contextlib.suppress(ProcessLookupError, KeyError):
+            os.kill(told["pid"], signal.SIGKILL)
         for _ in range(500):
             if self.read() is None:
                 break
