@@ -1,4 +1,4 @@
-"""What every sandbox backend needs: validated time-outs, bounded output as text, and safe copies of folders.
+"""What every sandbox backend needs: validated time-outs, bounded output as text, ends to the end, safe copies of folders.
 
 A backend reads a stream through :class:`BoundedBytes` (or lets its agent keep head and tail) and turns the rest into text
 with :func:`clipped_text`; :func:`pack_folder` and :func:`unpack_folder` are the two ends of ``upload_dir`` and
@@ -17,7 +17,7 @@ import stat
 import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlcore.protocols import Sandbox
@@ -27,6 +27,8 @@ __all__ = [
     "checked_timeout",
     "clipped_text",
     "close_all",
+    "finished",
+    "no_nul",
     "owner_is_gone",
     "ownership",
     "pack_folder",
@@ -117,6 +119,25 @@ async def close_all(sandboxes: Iterable[Sandbox]) -> None:
     for error in await asyncio.gather(*(sandbox.close() for sandbox in sandboxes), return_exceptions=True):
         if error is not None:
             raise error
+
+
+async def finished(task: asyncio.Future[Any]) -> None:
+    """Wait to the end of a task, however often this one is cancelled meanwhile; then let the cancellation go on."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled
+
+
+def no_nul(*values: str) -> None:
+    """``ValueError`` for what no command, path or environment can hold."""
+    if any("\0" in value for value in values):
+        raise ValueError("commands, paths and environments cannot hold a NUL byte")
 
 
 def ownership(run_id: str) -> dict[str, str]:

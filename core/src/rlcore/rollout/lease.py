@@ -22,7 +22,7 @@ from typing import Any
 from rlcore.errors import ConfigError, InfraError, SandboxLost, Throttled
 from rlcore.protocols import Sandbox, SandboxBackend
 from rlcore.record.jsonl import JsonlWriter, read_jsonl
-from rlcore.sandbox_tools import ownership
+from rlcore.sandbox_tools import finished, ownership
 from rlcore.types import SandboxSpec
 
 __all__ = ["LeaseStats", "SandboxLease", "lifetimes"]
@@ -188,7 +188,7 @@ class SandboxLease:
         try:
             yield sandbox
         finally:
-            await self._shielded(self._release(key, sandbox))
+            await finished(self._own(self._release(key, sandbox)))
 
     @property
     def close_bound(self) -> float:
@@ -247,7 +247,7 @@ class SandboxLease:
             if lives:
                 self._note(key, "leased", task=task_id, id=sandbox.id)
                 return key, sandbox
-            await self._shielded(self._release(key, sandbox))
+            await finished(self._own(self._release(key, sandbox)))
         return await self._acquire(spec, task_id)
 
     def _fill(self, kind: str, spec: SandboxSpec) -> None:
@@ -389,19 +389,6 @@ class SandboxLease:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def _shielded(self, work: Coroutine[Any, Any, None]) -> None:
-        """Finish ``work`` even if this task is cancelled meanwhile, then let the cancellation go on."""
-        task = self._own(work)
-        cancelled: asyncio.CancelledError | None = None
-        while not task.done():
-            try:
-                await asyncio.shield(task)
-            except asyncio.CancelledError as error:
-                cancelled = error
-        task.result()
-        if cancelled is not None:
-            raise cancelled
 
     def _note(self, key: str, state: str, **facts: Any) -> None:
         record = {"time": time.time(), "lease": key, "backend": self.backend_name, "run": self.run_id, "state": state}

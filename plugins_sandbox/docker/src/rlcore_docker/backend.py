@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from rlcore.errors import ConfigError, InfraError, SandboxLost, Throttled
-from rlcore.sandbox_tools import close_all
+from rlcore.sandbox_tools import close_all, finished
 from rlcore.types import Problem, SandboxInfo, SandboxSpec
 
 from rlcore_docker.images import image_for
@@ -69,7 +69,7 @@ class DockerBackend:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            await _to_the_end(_take_back(task))
+            await finished(asyncio.ensure_future(_take_back(task)))
             raise
 
     async def list(self, labels: Mapping[str, str]) -> Sequence[SandboxInfo]:
@@ -210,16 +210,6 @@ async def _take_back(task: asyncio.Future[DockerSandbox]) -> None:
     except (ConfigError, InfraError):
         return
     await sandbox.close()
-
-
-async def _to_the_end(work: Any) -> None:
-    task = asyncio.ensure_future(work)
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            continue
-    task.result()
 
 
 def preflight(options: Any) -> Sequence[Problem]:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import posixpath
 import secrets
+import shlex
 import tarfile
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.errors import SandboxLost
-from rlcore.sandbox_tools import checked_timeout, pack_folder, unpack_folder
+from rlcore.sandbox_tools import checked_timeout, no_nul, pack_folder, unpack_folder
 from rlcore.types import ExecResult
 
-from rlcore_docker.shell import LONGEST_ARGUMENT, Answer, Shell, ShellClosed, kill_script, quoted, run_script
+from rlcore_docker.shell import LONGEST_ARGUMENT, Answer, Shell, ShellClosed, kill_script, run_script
 
 __all__ = ["DockerSandbox"]
 
@@ -65,7 +66,7 @@ class DockerSandbox:
 
     async def prepare(self) -> None:
         """Make the usual folders and learn what the image has; the last part of a start."""
-        made = "mkdir -p /workspace /tests /logs /solution " + quoted(self._workdir)
+        made = "mkdir -p /workspace /tests /logs /solution " + shlex.quote(self._workdir)
         done = await self._run(["sh", "-c", f"{made} && chmod 1777 /tmp"], cwd="/", user="0", timeout=60)
         if done.code != 0:
             raise SandboxLost(f"the container cannot make its folders: {done.err.text()[0].strip()}")
@@ -74,7 +75,7 @@ class DockerSandbox:
         self._setsid, self._bash = "setsid" in told, "bash" if "bash" in told else "sh"
         self._owner = (int(told[-2]), int(told[-1]))
         if self._owner[0] != 0:
-            chown = f"chown {self._owner[0]}:{self._owner[1]} /workspace /tests /logs /solution {quoted(self._workdir)}"
+            chown = f"chown {self._owner[0]}:{self._owner[1]} /workspace /tests /logs /solution {shlex.quote(self._workdir)}"
             await self._run(["sh", "-c", chown], cwd="/", user="0", timeout=60)
 
     async def exec(
@@ -94,7 +95,7 @@ class DockerSandbox:
         argv = [self._bash, "-c", command] if isinstance(command, str) else list(command)
         if not argv:
             raise ValueError("the command is empty")
-        _no_nul(*argv, cwd or "", *(f"{name}={value}" for name, value in (env or {}).items()))
+        no_nul(*argv, cwd or "", *(f"{name}={value}" for name, value in (env or {}).items()))
         self._check_open()
         if isinstance(command, str) and len(command) > LONGEST_ARGUMENT:
             path = f"{SCRATCH}/{secrets.token_hex(8)}"
@@ -123,7 +124,7 @@ class DockerSandbox:
 
     async def read_file(self, path: str, *, max_bytes: int = 16 * 1024 * 1024) -> bytes:
         """The content of a regular file."""
-        _no_nul(path)
+        no_nul(path)
         self._check_open()
         path = posixpath.join(self._workdir, path)
         check = (
@@ -140,7 +141,7 @@ class DockerSandbox:
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write through the engine, as the sandbox's user."""
-        _no_nul(path)
+        no_nul(path)
         self._check_open()
         path = posixpath.join(self._workdir, path)
         folder, name = posixpath.split(path)
@@ -159,7 +160,7 @@ class DockerSandbox:
 
     async def upload_dir(self, source: Path, target: str) -> None:
         """Copy a folder's content in; a link that stands in the way inside is replaced, never followed."""
-        _no_nul(target)
+        no_nul(target)
         self._check_open()
         target = posixpath.join(self._workdir, target)
         with tempfile.SpooledTemporaryFile(max_size=8 * 1024 * 1024) as archive:
@@ -171,7 +172,7 @@ class DockerSandbox:
 
     async def download_dir(self, source: str, target: Path) -> None:
         """Copy files and folders out; links stay inside."""
-        _no_nul(source)
+        no_nul(source)
         self._check_open()
         source = posixpath.join(self._workdir, source)
         check = '[ -e "$1" ] || exit 41; [ -d "$1" ] || exit 44; cd -P -- "$1" && pwd'
@@ -406,8 +407,3 @@ def _raise_for(code: int, path: str) -> None:
     texts = {41: "is not there", 42: "is a folder", 43: "may not be used", 44: "is not a folder"}
     if code in errors:
         raise errors[code](0, texts[code], path)
-
-
-def _no_nul(*values: str) -> None:
-    if any("\0" in value for value in values):
-        raise ValueError("commands, paths and environments cannot hold a NUL byte")

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import re
 import secrets
+import shlex
 import struct
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import Any
 from rlcore.sandbox_tools import BoundedBytes
 from rlcore.shell_sandbox import kill_marked
 
-__all__ = ["Answer", "Shell", "ShellClosed", "kill_script", "quoted", "run_script"]
+__all__ = ["Answer", "Shell", "ShellClosed", "kill_script", "run_script"]
 
 LONGEST_ARGUMENT = 100_000
 """Linux takes no argument above 128 KiB; longer scripts go through a file."""
@@ -178,19 +179,14 @@ class Shell:
                 self._loop.call_soon_threadsafe(lambda: job.done.done() or job.done.set_result(None))
 
 
-def quoted(text: str) -> str:
-    """One word of a POSIX shell, whatever it holds."""
-    return "'" + text.replace("'", "'\\''") + "'"
-
-
 def run_script(argv: Sequence[str], *, cwd: str | None, env: Mapping[str, str], ident: str, setsid: bool) -> str:
     """Lines for a :class:`Shell`: run ``argv`` with stdin at its end and say how it ended on both streams.
 
     Builtins alone tell whether processes were left behind: whatever has a number now that had none before.
     """
-    words = " ".join(map(quoted, argv))
-    exports = "".join(f"export {name}={quoted(value)}; " for name, value in {**env, "RLCORE_EXEC": ident}.items())
-    go = f"cd {quoted(cwd)} || exit 126; " if cwd is not None else ""
+    words = " ".join(map(shlex.quote, argv))
+    exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in {**env, "RLCORE_EXEC": ident}.items())
+    go = f"cd {shlex.quote(cwd)} || exit 126; " if cwd is not None else ""
     return (
         'set -- /proc/[0-9]*; b=" $* "\n'
         f"( {go}{exports}exec {'setsid ' if setsid else ''}{words} ) </dev/null\n"
