@@ -174,7 +174,8 @@ class Namespace:
             told = json.loads(self.record.read_text())
         except (OSError, ValueError):
             return
-        with contextlib.suppress(ProcessLookupError):  # the group: until it is set up, process 1 does not end with bwrap
+        # the group: until it is set up, process 1 does not end with bwrap
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(told["outer"], signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, KeyError):
             os.kill(told["pid"], signal.SIGKILL)
