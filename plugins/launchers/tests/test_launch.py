@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -256,25 +259,26 @@ def test_a_worker_that_cannot_reach_the_head_says_so(slurm: Any, fake_ray: Path)
 
 
 def test_a_signal_ends_everything(slurm: Any, fake_ray: Path, tmp_path: Path) -> None:
-    import os
-    import signal
-
     path = tmp_path / "bin" / "job.sh"
     path.write_text(script(two_nodes("sleep", "1000")))
     environment = {**os.environ, "PATH": f"{slurm.bin}:{os.environ['PATH']}", "PREFIX": slurm.prefix, "DOWN": "",
                    "SLURM_JOB_NODELIST": "n[0-1]"}  # fmt: skip
-    child = subprocess.Popen(["bash", str(path)], env=environment, stderr=subprocess.PIPE, text=True)
-    assert child.stderr is not None
-    for line in child.stderr:
-        if "all 2 nodes are there" in line:
-            break
-    os.killpg(os.getpgid(child.pid), 0)
-    for pid in pids(slurm):
-        if "drive" in Path(f"/proc/{pid}/cmdline").read_text():
-            os.kill(int(pid), signal.SIGTERM)  # as Slurm signals the step
-    child.send_signal(signal.SIGTERM)
-    assert child.wait(timeout=40) != 0
-    child.stderr.close()
+    with subprocess.Popen(["bash", str(path)], env=environment, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stderr is not None
+            for line in child.stderr:
+                if "all 2 nodes are there" in line:
+                    break
+            for pid in pids(slurm):
+                with contextlib.suppress(
+                    FileNotFoundError, ProcessLookupError
+                ):  # a short-lived one of the script's own
+                    if "drive" in Path(f"/proc/{pid}/cmdline").read_text():
+                        os.kill(int(pid), signal.SIGTERM)  # as Slurm signals the step
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(timeout=40) != 0
+        finally:
+            child.kill()  # nothing, where it has ended
     for _ in range(50):
         if not pids(slurm):
             break
