@@ -21,18 +21,20 @@ import binascii
 import io
 import posixpath
 import secrets
+import shlex
 import tempfile
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from rlcore.errors import ConfigError, InfraError, SandboxLost, Throttled
-from rlcore.sandbox_tools import checked_timeout, clipped_text, pack_folder, shares, unpack_folder
+from rlcore.sandbox_tools import checked_timeout, clipped_text, finished, no_nul, pack_folder, shares, unpack_folder
 from rlcore.types import ExecResult
 
-__all__ = ["Carrier", "Creates", "ShellSandbox", "kill_marked", "quoted"]
+__all__ = ["Carrier", "Creates", "ShellSandbox", "kill_marked"]
 
 SCRATCH = "/var/tmp/.rlcore"
 FIRST_WAIT = 8.0
@@ -170,10 +172,10 @@ class ShellSandbox:
 
         Raises ``ConfigError`` for an image that lacks what the supervisor needs, or a user that cannot be.
         """
-        folders = " ".join(map(quoted, (self._workdir, "/tests", "/logs", "/solution")))
+        folders = " ".join(map(shlex.quote, (self._workdir, "/tests", "/logs", "/solution")))
         told = await self._told(
             f"mkdir -p {SCRATCH} && chmod 700 {SCRATCH}; mkdir -p {folders} 2>/dev/null || sudo -n mkdir -p {folders}; "
-            f"[ -w {quoted(self._workdir)} ] || sudo -n chown $(id -u) {folders}; "
+            f"[ -w {shlex.quote(self._workdir)} ] || sudo -n chown $(id -u) {folders}; "
             "id -u; id -un 2>/dev/null || id -u; for x in setsid mkfifo dd base64 tail tar setpriv bash; do "
             "command -v $x >/dev/null && echo has:$x; done; [ -r /proc/self/environ ] && echo has:proc",
         )
@@ -206,7 +208,7 @@ class ShellSandbox:
         if not argv:
             raise ValueError("the command is empty")
         variables = {**self._env, **(env or {})}
-        _no_nul(*argv, cwd or "", *(f"{name}={value}" for name, value in variables.items()))
+        no_nul(*argv, cwd or "", *(f"{name}={value}" for name, value in variables.items()))
         argv = [*self._as_user(self._spec_user if user is None else user), *argv]
         self._check_open()
         ident = secrets.token_hex(8)
@@ -223,7 +225,8 @@ class ShellSandbox:
         try:
             answer = await self._answer(launch, ask, timeout)
         except asyncio.CancelledError:
-            await self._shielded(self._told(_kill(ident)))
+            with suppress(InfraError):
+                await finished(asyncio.ensure_future(self._told(_kill(ident))))
             raise
         if answer is None:  # the watchdog was killed, or the machine was too busy: end it from outside
             await self._told(_kill(ident))
@@ -234,12 +237,12 @@ class ShellSandbox:
 
     async def read_file(self, path: str, *, max_bytes: int = 16 * 1024 * 1024) -> bytes:
         """The content of a regular file."""
-        _no_nul(path)
+        no_nul(path)
         self._check_open()
         path = posixpath.join(self._workdir, path)
         made = f"{SCRATCH}/{secrets.token_hex(8)}.get"  # carriers see plain names only
         await self._checked(
-            f'p={quoted(path)}; [ -e "$p" ] || exit 41; [ -d "$p" ] && exit 42; [ -f "$p" ] && [ -r "$p" ] || exit 43; '
+            f'p={shlex.quote(path)}; [ -e "$p" ] || exit 41; [ -d "$p" ] && exit 42; [ -f "$p" ] && [ -r "$p" ] || exit 43; '
             f'[ $(wc -c <"$p") -le {max_bytes} ] || exit 46; cat <"$p" >{made} || exit 45',
             path,
         )
@@ -249,15 +252,15 @@ class ShellSandbox:
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write all of it or nothing."""
-        _no_nul(path)
+        no_nul(path)
         self._check_open()
         path = posixpath.join(self._workdir, path)
         made = f"{SCRATCH}/{secrets.token_hex(8)}.put"
         await self._again(lambda: self._carrier.put(made, io.BytesIO(data)))
         await self._checked(
-            f'p={quoted(path)}; m={made}; t="$p.$$"; '
+            f'p={shlex.quote(path)}; m={made}; t="$p.$$"; '
             '[ -d "$p" ] && { rm -f $m; exit 42; }; [ -e "$p" ] && ! [ -f "$p" ] && { rm -f $m; exit 43; }; '
-            f'mkdir -p {quoted(posixpath.dirname(path))} || exit 43; [ -L "$p" ] && p=$(readlink -f "$p"); '
+            f'mkdir -p {shlex.quote(posixpath.dirname(path))} || exit 43; [ -L "$p" ] && p=$(readlink -f "$p"); '
             f'[ -e $m ] || [ -e "$p" ] || exit 45; [ -e $m ] || exit 0; cp $m "$t" && chmod {mode:o} "$t" && '
             'mv -f "$t" "$p" && rm -f $m || { rm -f "$t" $m; exit 45; }',
             path,
@@ -265,7 +268,7 @@ class ShellSandbox:
 
     async def upload_dir(self, source: Path, target: str) -> None:
         """Copy a folder's content in; a link that stands in the way inside is replaced, never followed."""
-        _no_nul(target)
+        no_nul(target)
         self._check_open()
         target = posixpath.join(self._workdir, target)
         made = f"{SCRATCH}/{secrets.token_hex(8)}.tar"
@@ -273,9 +276,9 @@ class ShellSandbox:
             await asyncio.to_thread(pack_folder, Path(source), archive)
             await self._again(lambda: self._carrier.put(made, archive))
         folders = await asyncio.to_thread(_folders, Path(source))
-        planted = "".join(f'd={quoted(one)}; [ -L "$t/$d" ] && rm -f -- "$t/$d"; ' for one in folders)
+        planted = "".join(f'd={shlex.quote(one)}; [ -L "$t/$d" ] && rm -f -- "$t/$d"; ' for one in folders)
         await self._checked(
-            f't={quoted(target)}; [ -L "$t" ] && rm -f -- "$t"; mkdir -p -- "$t" || exit 43; {planted}'
+            f't={shlex.quote(target)}; [ -L "$t" ] && rm -f -- "$t"; mkdir -p -- "$t" || exit 43; {planted}'
             f'tar -x -o -f {made} -C "$t" && rm -f {made} || exit 45',
             target,
             seconds=300.0,
@@ -283,12 +286,12 @@ class ShellSandbox:
 
     async def download_dir(self, source: str, target: Path) -> None:
         """Copy files and folders out; links stay inside."""
-        _no_nul(source)
+        no_nul(source)
         self._check_open()
         source = posixpath.join(self._workdir, source)
         made = f"{SCRATCH}/{secrets.token_hex(8)}.tar"
         await self._checked(
-            f's={quoted(source)}; [ -e "$s" ] || exit 41; [ -d "$s" ] || exit 44; tar -c -f {made} -C "$s" . || exit 45; '
+            f's={shlex.quote(source)}; [ -e "$s" ] || exit 41; [ -d "$s" ] || exit 44; tar -c -f {made} -C "$s" . || exit 45; '
             f"[ $(wc -c <{made}) -le {self._max_download} ] || {{ rm -f {made}; exit 46; }}",
             source,
             seconds=300.0,
@@ -385,16 +388,6 @@ class ShellSandbox:
                 await asyncio.sleep(0.2 * 2**attempt)
         raise AssertionError("unreachable")
 
-    async def _shielded(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        while not task.done():
-            try:
-                await asyncio.shield(task)
-            except asyncio.CancelledError:
-                continue
-            except InfraError:
-                return
-
     def _as_user(self, user: str | int | None) -> list[str]:
         if user is None or str(user) in (str(self._uid), self._name):
             return []
@@ -408,11 +401,6 @@ class ShellSandbox:
     def _check_open(self) -> None:
         if self._closing is not None:
             raise SandboxLost(f"the sandbox {self.id} is closed")
-
-
-def quoted(text: str) -> str:
-    """One word of a POSIX shell, whatever it holds."""
-    return "'" + text.replace("'", "'\\''") + "'"
 
 
 def kill_marked(ident: str) -> str:
@@ -450,22 +438,22 @@ _CLIP = (
 
 
 def _launch(ident: str, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], timeout: float, limit: int) -> str:
-    words = " ".join(map(quoted, argv))
-    exports = "".join(f"export {name}={quoted(value)}; " for name, value in env.items())
+    words = " ".join(map(shlex.quote, argv))
+    exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in env.items())
     folder = f"{SCRATCH}/{ident}"
     supervisor = (
         f"d={folder}; echo $$ >$d/pid; {_CLIP}\n"
         f"mkfifo $d/o $d/e; clip $d/o {max(limit, 1)} <$d/o & a=$!; clip $d/e {max(limit, 1)} <$d/e & b=$!\n"
         # once it has begun to kill, it goes on to the end: what it stopped and did not kill would stay for ever
         f"( trap 'kill $z; exit' TERM; sleep {timeout:.3f} & z=$!; wait $z; trap '' TERM; : >$d/late; {_kill(ident)} ) & w=$!\n"
-        f"( cd {quoted(cwd)} || exit 126; {exports}export RLCORE_EXEC={ident}; exec setsid {words} ) >$d/o 2>$d/e & c=$!\n"
+        f"( cd {shlex.quote(cwd)} || exit 126; {exports}export RLCORE_EXEC={ident}; exec setsid {words} ) >$d/o 2>$d/e & c=$!\n"
         "wait $c; r=$?; kill $w 2>/dev/null; wait $w; i=0\n"
         "while [ $i -lt 10 ] && ! { [ -e $d/o.end ] && [ -e $d/e.end ]; }; do sleep 0.05 || break; i=$((i+1)); done\n"
         "l=0; [ -e $d/late ] && l=1; echo $r $l >$d/rc\n"
     )
     return (
         f"mkdir -p {SCRATCH}; d={folder}; if mkdir $d 2>/dev/null; then\n"
-        f"setsid sh -c {quoted(supervisor)} </dev/null >/dev/null 2>&1 &\nfi"
+        f"setsid sh -c {shlex.quote(supervisor)} </dev/null >/dev/null 2>&1 &\nfi"
     )
 
 
@@ -527,8 +515,3 @@ def _result(answer: Mapping[str, str], limit: int, seconds: float) -> ExecResult
 
 def _folders(source: Path) -> list[str]:
     return [str(one.relative_to(source)) for one in sorted(source.rglob("*")) if one.is_dir() and not one.is_symlink()]
-
-
-def _no_nul(*values: str) -> None:
-    if any("\0" in value for value in values):
-        raise ValueError("commands, paths and environments cannot hold a NUL byte")

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from rlcore.errors import ConfigError, InfraError, SandboxLost
-from rlcore.sandbox_tools import process_start
+from rlcore.sandbox_tools import close_all, finished, process_start
 from rlcore.types import Problem, SandboxInfo, SandboxSpec
 
 from rlcore_local.channel import MAX_HEADER, Channel
@@ -180,7 +180,7 @@ class LocalBackend:
 
     async def aclose(self) -> None:
         """Close every sandbox that this backend started."""
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._open)))
+        await close_all(list(self._open))
 
     def _check(self, spec: SandboxSpec) -> None:
         wanted = spec.image or spec.build_context
@@ -345,19 +345,6 @@ class LocalBackend:
     async def _closed(self, record: Record, sandbox: LocalSandbox) -> None:
         self._open.discard(sandbox)
         await asyncio.to_thread(self._records.clear, record)
-
-
-async def finished(task: asyncio.Future[Any]) -> None:
-    """Wait to the end of a task, however often this one is cancelled meanwhile; then let the cancellation go on."""
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    task.result()
-    if cancelled is not None:
-        raise cancelled
 
 
 @functools.cache

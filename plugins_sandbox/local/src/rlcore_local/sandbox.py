@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from rlcore.errors import ConfigError, SandboxLost
-from rlcore.sandbox_tools import checked_timeout, clipped_text, pack_folder, shares, unpack_folder
+from rlcore.sandbox_tools import checked_timeout, clipped_text, no_nul, pack_folder, shares, unpack_folder
 from rlcore.types import ExecResult
 
 from rlcore_local.channel import CHUNK, Channel
@@ -76,7 +76,7 @@ class LocalSandbox:
         if argv is not None and not argv:
             raise ValueError("the command is empty")
         script = command.encode("utf-8", "surrogateescape") if isinstance(command, str) else b""
-        _no_nul(script, *(argv or ()), cwd or "", *(f"{key}={value}" for key, value in (env or {}).items()))
+        no_nul(*(argv or [command]), cwd or "", *(f"{key}={value}" for key, value in (env or {}).items()))
         kills = self._cgroup.oom_kills()
         request = {
             "argv": argv,
@@ -107,7 +107,7 @@ class LocalSandbox:
 
     async def read_file(self, path: str, *, max_bytes: int = 16 * 1024 * 1024) -> bytes:
         """The content of a regular file."""
-        _no_nul(path)
+        no_nul(path)
         self._check_open()
         data = bytearray()
         with _with_path(path):
@@ -122,7 +122,7 @@ class LocalSandbox:
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write all of it or nothing."""
-        _no_nul(path)
+        no_nul(path)
         self._check_open()
         chunks = (data[start : start + CHUNK] for start in range(0, len(data), CHUNK))
         with _with_path(path):
@@ -132,7 +132,7 @@ class LocalSandbox:
 
     async def upload_dir(self, source: Path, target: str) -> None:
         """Copy a folder's content in; a link that stands in the way inside is replaced, never followed."""
-        _no_nul(target)
+        no_nul(target)
         self._check_open()
         with tempfile.SpooledTemporaryFile(max_size=8 * 1024 * 1024) as archive:
             await asyncio.to_thread(pack_folder, Path(source), archive)
@@ -144,7 +144,7 @@ class LocalSandbox:
 
     async def download_dir(self, source: str, target: Path) -> None:
         """Copy files and folders out; links stay inside."""
-        _no_nul(source)
+        no_nul(source)
         self._check_open()
         with tempfile.SpooledTemporaryFile(max_size=8 * 1024 * 1024) as archive:
             with _with_path(source):
@@ -211,11 +211,6 @@ def kill_group(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def _no_nul(*values: str | bytes) -> None:
-    if any(("\0" if isinstance(value, str) else b"\0") in value for value in values):  # type: ignore[operator]
-        raise ValueError("commands, paths and environments cannot hold a NUL byte")
 
 
 class _with_path:  # noqa: N801 - reads as a verb where it is used
