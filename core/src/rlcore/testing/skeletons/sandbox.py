@@ -17,6 +17,7 @@ from typing import IO, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from rlcore.errors import ConfigError, InfraError, SandboxLost
+from rlcore.sandbox_tools import finished
 from rlcore.shell_sandbox import ShellSandbox
 from rlcore.types import SandboxInfo, SandboxSpec
 
@@ -104,19 +105,24 @@ class Namespace:
         """Start process 1 and write down what another process must know."""
         read, write = os.pipe()
         try:
-            process = await asyncio.create_subprocess_exec(
-                *BWRAP.split(),
-                *("--info-fd", str(write), "sh", "-c", "while :; do sleep 1000; done"),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(write,),
-                env=ENVIRONMENT,
-                start_new_session=True,
+            starting = asyncio.ensure_future(
+                asyncio.create_subprocess_exec(
+                    *BWRAP.split(),
+                    *("--info-fd", str(write), "sh", "-c", "while sleep 1000; do :; done"),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(write,),
+                    env=ENVIRONMENT,
+                    start_new_session=True,
+                )
             )
-            told = {"outer": process.pid, "labels": labels, "created": time.time()}
-            self.record.parent.mkdir(parents=True, exist_ok=True)
-            self.record.write_text(json.dumps(told))
+            try:
+                await finished(starting)  # a cancel half-way would end bwrap alone, and not what it has begun
+            finally:
+                told = {"outer": starting.result().pid, "labels": labels, "created": time.time()}
+                self.record.parent.mkdir(parents=True, exist_ok=True)
+                self.record.write_text(json.dumps(told))
             os.close(write)
             write = -1
             with os.fdopen(os.dup(read)) as info:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 from rlcore.errors import ConfigError, InfraError, SandboxLost
+from rlcore.sandbox_tools import finished
 from rlcore.shell_sandbox import ShellSandbox
 from rlcore.types import SandboxInfo
 
@@ -100,18 +101,33 @@ class Jail:
                 link.unlink()
                 link.symlink_to("busybox")
         binds = "".join(f"mount --bind /dev/{n} {self.root}/dev/{n}; " for n in ("null", "zero", "urandom"))
-        inside = f"{binds} ip link set lo up; exec chroot {self.root} /bin/sh -c 'while :; do sleep 1000; done'"
-        process = await asyncio.create_subprocess_exec(
-            *("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount", "--net", "--uts"),
-            *(f"--mount-proc={self.root}/proc", "sh", "-c", inside),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
-            start_new_session=True,
+        inside = f"{binds} ip link set lo up; exec chroot {self.root} /bin/sh -c 'while sleep 1000; do :; done'"
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *(
+                    "unshare",
+                    "--user",
+                    "--map-root-user",
+                    "--pid",
+                    "--fork",
+                    "--kill-child",
+                    "--mount",
+                    "--net",
+                    "--uts",
+                ),
+                *(f"--mount-proc={self.root}/proc", "sh", "-c", inside),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+                start_new_session=True,
+            )
         )
-        told = {"pid": process.pid, "labels": labels, "created": time.time()}
-        (self.root / ".jail").write_text(json.dumps(told))
+        try:
+            await finished(starting)  # a cancel half-way would end unshare alone, and not what it has begun
+        finally:
+            told = {"pid": starting.result().pid, "labels": labels, "created": time.time()}
+            (self.root / ".jail").write_text(json.dumps(told))
         for _ in range(200):
             if self.init() is not None and (await self.enter("echo up"))[0] == b"up\n":
                 return
@@ -193,7 +209,7 @@ class Jail:
         """End process 1, and with it everything; remove the root."""
         pid = self.pid()
         if pid is not None:
-            os.kill(pid, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)
             while alive(pid):
                 await asyncio.sleep(0.01)
         for _ in range(100):
