@@ -167,7 +167,8 @@ class Router(TaskCommandRouterBase):
 
     async def result(self, exec_id):
         if exec_id not in self.runs:
-            self.runs[exec_id] = asyncio.ensure_future(self.run(self.execs[exec_id]))
+            run = self.runs[exec_id] = asyncio.ensure_future(self.run(self.execs[exec_id]))
+            run.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may be gone
         try:
             return await asyncio.shield(self.runs[exec_id])
         except SandboxLost:
