@@ -33,7 +33,8 @@ def test_all_that_carries_the_mark_ends_and_what_runs_it_lives_on(shell):
     script = f"RLCORE_EXEC={mark} setsid sh -c '{inside}' & RLCORE_EXEC={mark} sleep 60 & echo up; wait; echo lives"
     with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True) as runner:
         assert runner.stdout.readline() == "up\n"
-        while len(carriers_of(mark)) < 5:
+        until = time.monotonic() + 10
+        while len(carriers_of(mark)) < 5 and time.monotonic() < until:
             time.sleep(0.01)
         told = subprocess.run([*SHELLS[shell], "-c", f"{kill_marked(mark)}; echo $n"], capture_output=True, text=True)
         assert (told.stdout, told.stderr) == ("0\n", "")
