@@ -1,6 +1,8 @@
 """What every test of the workspace shares."""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -15,3 +17,20 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 def anyio_backend() -> str:
     """Async tests run on asyncio."""
     return "asyncio"
+
+
+@pytest.fixture
+def processes_with() -> Callable[[str], list[int]]:
+    """Ids of the live processes that have a text in their environment: what a test has left running."""
+
+    def found(text: str) -> list[int]:
+        ids = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if text.encode() in (process / "environ").read_bytes():
+                    ids.append(int(process.name))
+            except OSError:  # it has ended meanwhile, or is another user's
+                continue
+        return ids
+
+    return found

@@ -4,7 +4,6 @@ import asyncio
 import shutil
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 from rlcore.shell_sandbox import ShellSandbox, kill_marked
@@ -14,32 +13,20 @@ pytestmark = pytest.mark.anyio
 SHELLS = {"dash": ["dash"], "bash": ["bash"], "busybox": ["busybox", "ash"]}
 
 
-def carriers_of(text):
-    """Ids of live processes with this text in their environment."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if text.encode() in (process / "environ").read_bytes():
-                found.append(int(process.name))
-        except OSError:
-            continue
-    return found
-
-
 @pytest.mark.parametrize("shell", [name for name in SHELLS if shutil.which(name)])
-def test_all_that_carries_the_mark_ends_and_what_runs_it_lives_on(shell):
+def test_all_that_carries_the_mark_ends_and_what_runs_it_lives_on(shell, processes_with):
     mark = f"mark-{shell}"
     inside = "sleep 60 & setsid sleep 60 & sleep 60"
     script = f"RLCORE_EXEC={mark} setsid sh -c '{inside}' & RLCORE_EXEC={mark} sleep 60 & echo up; wait; echo lives"
     with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True) as runner:
         assert runner.stdout.readline() == "up\n"
         until = time.monotonic() + 10
-        while len(carriers_of(mark)) < 5 and time.monotonic() < until:
+        while len(processes_with(mark)) < 5 and time.monotonic() < until:
             time.sleep(0.01)
         told = subprocess.run([*SHELLS[shell], "-c", f"{kill_marked(mark)}; echo $n"], capture_output=True, text=True)
         assert (told.stdout, told.stderr) == ("0\n", "")
         assert runner.stdout.read() == "lives\n"
-    assert carriers_of(mark) == []
+    assert processes_with(mark) == []
 
 
 class OnThisMachine:
@@ -63,12 +50,12 @@ class OnThisMachine:
         pass
 
 
-async def test_a_time_out_that_has_begun_to_kill_goes_on_to_the_end(tmp_path, monkeypatch):
+async def test_a_time_out_that_has_begun_to_kill_goes_on_to_the_end(tmp_path, monkeypatch, processes_with):
     """The command itself is the first to die; what was stopped and not yet killed stayed stopped for ever."""
     monkeypatch.setattr("rlcore.shell_sandbox.SCRATCH", str(tmp_path / "scratch"))
     carrier = OnThisMachine()
     box = ShellSandbox(carrier, sandbox_id="here", workdir=str(tmp_path))  # not prepared: that would make folders here
     result = await box.exec("for i in $(seq 80); do setsid sleep 60 & done; wait", timeout=1.0, env={"MANY": "of-them"})
     assert result.timed_out
-    assert carriers_of("MANY=of-them") == []
+    assert processes_with("MANY=of-them") == []
     assert sum("kill -STOP" in script for script in carrier.scripts) == 1, "the watchdog needed no help"

@@ -33,24 +33,12 @@ def test_they_are_found_and_keep_the_rules(foreign: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["busybox-jail", "vowels-env", "root-tis", "soft-clip"])
-def test_their_own_tests_pass(foreign: Any, name: str, tmp_path: Path) -> None:
+def test_their_own_tests_pass(foreign: Any, name: str, tmp_path: Path, processes_with: Any) -> None:
     shutil.copytree(HERE / name / "tests", tmp_path / "tests")
     done = foreign.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
-    assert processes_of(tmp_path) == [], "a cancelled start left a process behind"
-
-
-def processes_of(folder: Path) -> list[int]:
-    """Ids of processes that have this folder in their environment."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if str(folder).encode() in (process / "environ").read_bytes():
-                found.append(int(process.name))
-        except OSError:
-            continue
-    return found
+    assert processes_with(str(tmp_path)) == [], "a cancelled start left a process behind"
 
 
 def test_an_own_environment_is_learned(foreign: Any, tmp_path: Path) -> None:
