@@ -1,8 +1,11 @@
 """What ``rlcore plugins new`` writes passes its own test as it is, and its kit notices what is wrong."""
 
+import asyncio
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,8 @@ from rlcore.testing.plugin import offer_problems
 from rlcore.testing.skeleton import skeleton_kinds, write_skeleton
 from rlcore.testing.skeletons.agent import Skeleton as Agent
 from rlcore.testing.skeletons.policy import Skeleton as Client
-from rlcore.types import AgentResult, Completion, FinishReason, Message, ModelRequest, Task
+from rlcore.testing.skeletons.sandbox import Skeleton
+from rlcore.types import AgentResult, Completion, FinishReason, Message, ModelRequest, SandboxSpec, Task
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -39,6 +43,20 @@ def test_every_skeleton_passes_as_written(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout
+
+
+def test_the_sandbox_skeleton_keeps_nothing_of_a_sandbox_that_was_closed(tmp_path: Path) -> None:
+    """What the skeleton does, every backend made from it does: a run closes thousands."""
+    backend = Skeleton(Skeleton.Config(folder=str(tmp_path)))
+
+    async def once() -> weakref.ref[Any]:
+        box = await backend.start(SandboxSpec())
+        await box.close()
+        return weakref.ref(box)
+
+    kept = asyncio.run(once())
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.slow

@@ -10,14 +10,14 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from rlcore.errors import ConfigError, InfraError, SandboxLost
-from rlcore.sandbox_tools import finished
+from rlcore.sandbox_tools import close_all, finished
 from rlcore.shell_sandbox import ShellSandbox
 from rlcore.types import SandboxInfo, SandboxSpec
 
@@ -51,16 +51,17 @@ class Skeleton:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._open: set[ShellSandbox] = set()
+        self._open: dict[str, ShellSandbox] = {}
 
     async def start(self, spec: SandboxSpec) -> ShellSandbox:
         """Start one; see :class:`rlcore.protocols.SandboxBackend` for what may be raised."""
         if spec.image or spec.build_context:
             raise ConfigError("there are no images here")
-        namespace = Namespace(Path(self.config.folder, secrets.token_hex(8)))
+        name = secrets.token_hex(8)
+        namespace = Namespace(Path(self.config.folder, name), closed=lambda: self._open.pop(name, None))
         sandbox = ShellSandbox(
             namespace,
-            sandbox_id=namespace.record.name,
+            sandbox_id=name,
             workdir=spec.workdir or "/workspace",
             env=spec.env,
             user=spec.user,
@@ -74,7 +75,7 @@ class Skeleton:
         except BaseException:  # a cancel too leaves nothing behind
             await asyncio.shield(namespace.close())
             raise
-        self._open.add(sandbox)
+        self._open[name] = sandbox
         return sandbox
 
     async def list(self, labels: Mapping[str, str]) -> Sequence[SandboxInfo]:
@@ -92,14 +93,15 @@ class Skeleton:
 
     async def aclose(self) -> None:
         """End those that were started here."""
-        await asyncio.gather(*(sandbox.close() for sandbox in self._open))
+        await close_all(list(self._open.values()))
 
 
 class Namespace:
     """What a shell sandbox needs: a script that runs, files that move (see :class:`rlcore.shell_sandbox.Carrier`)."""
 
-    def __init__(self, record: Path) -> None:
+    def __init__(self, record: Path, closed: Callable[[], object] = lambda: None) -> None:
         self.record = record
+        self._closed = closed  # a run closes thousands: nothing is kept of them
 
     async def start(self, labels: dict[str, str]) -> None:
         """Start process 1 and write down what another process must know."""
@@ -176,6 +178,7 @@ class Namespace:
 
     async def close(self) -> None:
         """End process 1, and with it everything."""
+        self._closed()
         try:
             told = json.loads(self.record.read_text())
         except (OSError, ValueError):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 from rlcore.errors import ConfigError, InfraError, SandboxLost
-from rlcore.sandbox_tools import finished
+from rlcore.sandbox_tools import close_all, finished
 from rlcore.shell_sandbox import ShellSandbox
 from rlcore.types import SandboxInfo
 
@@ -39,7 +39,7 @@ class JailBackend:
     def __init__(self, config):
         self.config = config
         self.home = Path(config.folder)
-        self.open = set()
+        self.open = {}
 
     async def start(self, spec):
         """Unpack busybox, start process 1, make it a sandbox."""
@@ -60,7 +60,7 @@ class JailBackend:
         except BaseException:
             await asyncio.shield(jail.close())
             raise
-        self.open.add(box)
+        self.open[jail.root.name] = box
         return box
 
     async def list(self, labels):
@@ -78,7 +78,7 @@ class JailBackend:
 
     async def aclose(self):
         """Close what this backend started."""
-        await asyncio.gather(*(box.close() for box in self.open))
+        await close_all(list(self.open.values()))
 
 
 class Jail:
@@ -207,6 +207,7 @@ class Jail:
 
     async def close(self):
         """End process 1, and with it everything; remove the root."""
+        self.backend.open.pop(self.root.name, None)
         pid = self.pid()
         if pid is not None:
             os.killpg(pid, signal.SIGKILL)
