@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,3 +78,23 @@ async def test_a_producer_that_ends_first_ends_the_step_with_its_error() -> None
     with pytest.raises(ZeroDivisionError, match="in the producer"):
         async with asyncio.timeout(5):
             await loop._beside(asyncio.create_task(produce()), asyncio.sleep(30))
+
+
+async def test_a_step_that_fails_as_the_run_is_interrupted_prints_no_traceback() -> None:
+    async def fail() -> None:
+        raise ZeroDivisionError("in the step")
+
+    heard: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: heard.append(context["message"]))
+    producer = asyncio.create_task(asyncio.sleep(30))
+    beside = asyncio.create_task(loop._beside(producer, fail()))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    beside.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await beside
+    del beside
+    producer.cancel()
+    gc.collect()
+    await asyncio.sleep(0)
+    assert heard == []

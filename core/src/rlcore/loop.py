@@ -512,7 +512,9 @@ async def _beside(producer: asyncio.Task[None], work: Awaitable[T]) -> T:
             raise _first(producer.exception()) if producer.exception() else RunFailed("the scheduler ended early")
         return task.result()
     finally:
-        if not task.done():
+        if task.done():
+            _ = task.cancelled() or task.exception()  # seen, where this one is cancelled in the moment of a failure
+        else:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task

@@ -46,7 +46,11 @@ class Calls:
             return task.result()
         finally:
             del self._open[request_id]
-            if not task.done():
+            if task.done():
+                _ = (
+                    task.cancelled() or task.exception()
+                )  # seen, where the caller is cancelled in the moment of a failure
+            else:
                 # cancelled once more while it ends the call, the caller goes, and close() waits for the ending
                 await asyncio.shield(self._end(request_id, task))
 
